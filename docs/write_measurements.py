@@ -38,6 +38,11 @@ PAGES = {
         "Two ranks ran this package and TorchRec's documented loop on shadow GPUs, with equal layers, batches and kinds of "
         "sharding. [GPUs](../do/gpu.md#host-time-and-launches) explains the columns.",
     ),
+    "diagnoses": (
+        "Diagnoses of planted faults",
+        "Each line is a training run. A planted fault is correct if the first finding of `python -m pipeline diagnose` is the planted one, "
+        "a healthy run if there is no finding. [My model is bad](../do/diagnose.md) explains the findings.",
+    ),
     "faults": (
         "Planted faults",
         "`make faults` plants every fault of `tests/faults` and writes this table. The log of a run that meets one of them "

@@ -26,6 +26,7 @@ VERBS_OF_EXTRAS = {
     "check_nodes": "nodes",
     "checkpoints": "checkpoints",
     "completion": "completion",
+    "diagnose": "diagnose",
     "doctor": "doctor",
     "init": "project",
     "precompile": "precompile",

@@ -22,7 +22,7 @@ from pipeline.config.registry import if_installed
 from pipeline.config.saved_jobs import flat
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.read.batches import BatchReader
-from pipeline.data.read.endless import ENDLESS_STEPS, StreamReading
+from pipeline.data.read.endless import StreamReading
 from pipeline.devices.process_group import describe_threads, init_for
 from pipeline.embeddings.physical import signatures
 from pipeline.planner.explain import summarize as summarize_plan
@@ -43,7 +43,7 @@ from pipeline.training.preflight import describe_data_order
 from pipeline.training.readers import on_all_ranks, open_reader, open_training_split
 from pipeline.training.run_state import describe_job, earlier_tables, open_checkpoints, resume, start_warm, table_grower
 from pipeline.training.sharded_model import ShardedModel, build_task, open_replicas, plan_tables, resolve, shard
-from pipeline.training.summary import TrainSummary, result_warnings, summarize, write_summary
+from pipeline.training.summary import TrainSummary, summarize, write_summary
 from pipeline.training.trainer import FitResult, Trainer
 
 OpenInput = Callable[[ResolvedJob, DistributedContext], BatchReader]
@@ -120,7 +120,7 @@ def _train(
     checkpointer.close()
     summary = summarize(job, checkpointer, result, dataset, savings)
     if writer:
-        _finish(job, summary, result, reader, writer)
+        _finish(job, summary, result, writer)
     return result, summary
 
 
@@ -170,16 +170,14 @@ def _open_writer(job: TrainJob, restored: dict[str, Any] | None) -> MetricsWrite
     return MetricsWriter(job.run_dir, restored["step"] if restored else 0, job.logger.tensorboard, flat(job))
 
 
-def _finish(
-    job: TrainJob, summary: TrainSummary, result: FitResult, reader: BatchReader, writer: MetricsWriter
-) -> None:
+def _finish(job: TrainJob, summary: TrainSummary, result: FitResult, writer: MetricsWriter) -> None:
     """Write the summary and the report. Without a step to train the earlier summary stays."""
     writer.close()
     if not result.throughput or result.preempted:
         return
-    steps = reader.steps_per_epoch // job.trainer.gradient_accumulation_steps
-    steps = summary.step if steps >= ENDLESS_STEPS else steps  # a stream has one epoch
-    summary.remarks = result_warnings(job.trainer, summary.step, steps, summary.validation, writer.path)
     write_summary(summary)
+    if diagnose := if_installed("diagnose"):  # it reads the summary
+        summary.remarks = diagnose(job.run_dir)
+        write_summary(summary)
     if job.logger.report and (try_report := if_installed("try_report")):
         summary.report = try_report(job.run_dir, has_ended=True)

@@ -16,7 +16,6 @@ from pipeline.config.jobs.evaluate import EvaluateJob, ExportJob
 from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.serving import ParityConfig
-from pipeline.config.training import TrainerConfig
 from pipeline.data.prepare.run import prepare
 from pipeline.data.targets import Target
 from pipeline.runtime.errors import ServingError
@@ -27,36 +26,10 @@ from pipeline.serving.artifact.export import export
 from pipeline.serving.artifact.task_quality import LabelledRows, Quality, compare, quality
 from pipeline.training import summary as train_summary
 from pipeline.training.evaluate import evaluate
-from pipeline.training.summary import EvaluateSummary, TrainSummary, result_warnings, undefined
+from pipeline.training.summary import EvaluateSummary, TrainSummary, undefined
 from pipeline.training.train import train
 from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool
-
-FINE = {"ne": 0.8, "auc": 0.75, "calibration": 1.02, "label_rate": 0.2, "num_samples": 100}
-
-
-@pytest.mark.parametrize(
-    ("changed", "train_ne", "step", "expected"),
-    [
-        ({}, [0.9, 0.8], 500, []),
-        ({}, [0.9, 0.8], 3, ["few steps 3 100 2,048"]),
-        ({}, [0.9, 0.8], 300, ["under one epoch 300 400"]),
-        ({"ne": 0.77}, [0.9, 0.55], 500, ["overfitting 0.5500 0.7700 early_stop=auc"]),
-        ({"ne": 22.27}, [0.9], 500, ["22.2700 below 1 optimizer.sparse.lr"]),
-        ({"calibration": 121.4}, [0.9], 500, ["calibration 121.400"]),
-        ({}, [0.7, 0.95], 500, ["0.7000 0.9500 optimizer.dense.lr"]),
-        ({"auc": 0.5001}, [0.9], 500, ["AUC 0.5001 rank nothing"]),
-        ({"ne": math.nan, "auc": math.nan, "label_rate": 0.0}, [0.9], 500, ["all 100 labels are 0"]),
-    ],
-)
-def test_results_that_can_hardly_be_meant_are_remarked_on(
-    tmp_path: Path, changed: dict[str, float], train_ne: list[float], step: int, expected: list[str]
-) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"kind": "train", "step": 1, "ne": ne}) + "\n" for ne in train_ne))
-    found = result_warnings(TrainerConfig(), step, 400 if step >= 100 else 3, FINE | changed, str(path))
-    assert len(found) == len(expected)
-    assert all(mentions(line, words.replace("3 100", "3")) for line, words in zip(found, expected, strict=True))
 
 
 def test_what_is_not_finite_is_null_in_a_manifest_and_fails_a_gate(tmp_path: Path) -> None:

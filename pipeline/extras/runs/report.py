@@ -180,7 +180,9 @@ def warnings_of(run: Run, metrics: dict[str, float], stats: EvaluationStats | No
         )
     if (stall := throughput.get("input_stall_percent", 0.0)) > 20:
         yield f"Training waited for input {stall:.0f} % of the time: see data.reader.decode_threads."
-    remarks = [each for each in run.summary.get("remarks", []) if not (is_off and each.startswith("calibration"))]
+    remarks = [
+        each for each in run.summary.get("remarks", []) if not (is_off and each.startswith("predictions are too"))
+    ]
     yield from (f"{each[:1].upper()}{each[1:]}." for each in remarks)
     if bad := run.summary.get("num_bad_rows"):
         yield f"{bad:,} bad rows were left out; the folder quarantine lists them."

@@ -77,6 +77,7 @@ class TrainingState:
     saved_step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
     metrics_step: int = 0  # the step of `metrics`; step 0 is never evaluated
+    logged: dict[str, float] = field(default_factory=dict)  # training metrics of the last log line
     stopped_early: bool = False
     lr_factor: float = 1.0  # multiplies both learning rates of later steps; set by the plateau hook
     preempted: bool = False  # stopped by SIGTERM or Ctrl-C

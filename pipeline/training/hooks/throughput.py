@@ -125,6 +125,7 @@ class StepLog(Hook):
             **self._learning_rates(),
             **state.hooks.log_values(state),
         }
+        state.logged = values
         # The measure begins anew with the process: after a restart it lacks the steps before.
         is_partial = self._num_steps < min(self.job.trainer.log_every_steps, state.step)
         values |= {"window_steps": float(self._num_steps)} if is_partial else {}
