@@ -394,7 +394,7 @@ RULES = (
     Rule("repeated_in_training", _repeated_in_training, "training rows are repeated, so one epoch trains each several times", PREPARE + "after removing repeated rows", POOR),
     Rule("unscaled", _unscaled, "a dense feature is not scaled", PREPARE + "data.dense_transform=standardize", (*POOR, "diverged", "constant", "dead_feature")),
     Rule("diverged", _diverged, "the learning rate is too high", TRAIN + "optimizer.sparse.lr=<a tenth> optimizer.dense.lr=<a tenth>", (*POOR, "constant", "dead_feature", "not_trained")),
-    Rule("not_trained", _not_trained, "a part of the model is not trained", TRAIN + "with a learning rate above 0", (*POOR, "constant", "dead_feature")),
+    Rule("not_trained", _not_trained, "a part of the model is not trained", TRAIN + "schedule.sparse.decay_steps=<steps of the training> schedule.dense.decay_steps=<the same>", (*POOR, "constant", "dead_feature")),
     Rule("constant", _constant, "the model predicts one number", TRAIN + "optimizer.dense.lr=<a tenth>, or another model", (*POOR, "dead_feature")),
     Rule("missing_in_split", _missing_in_split, "a feature is missing in one split", "python -m pipeline inspect source=<its file>", (*POOR, "dead_feature")),
     Rule("unseen_ids", _unseen_ids, "the values of a feature do not come again, so it cannot be learned", PREPARE + "without that column, or with data.transforms that generalize it", POOR),
