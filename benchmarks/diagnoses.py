@@ -230,11 +230,13 @@ def main() -> None:
             print(f"{time.monotonic() - started:5.0f} s", json.dumps(figures[-1]), flush=True)
     finally:
         pool.close()
-    for kind in ("planted faults", "healthy runs"):
-        chosen = [each for each in figures if (each["expected"] == "nothing") == (kind == "healthy runs")]
-        print(f"{kind}: {sum(each['correct'] == 'yes' for each in chosen)} of {len(chosen)} correct")
+    totals = {}
+    for kind in ("planted_faults", "healthy_runs"):
+        chosen = [each["correct"] for each in figures if (each["expected"] == "nothing") == (kind == "healthy_runs")]
+        totals[kind] = f"{chosen.count('yes')} of {len(chosen)} correct"
+    print(totals)
     if arguments.output:
-        arguments.output.write_text(json.dumps({"about": about(), "figures": figures}, indent=1) + "\n")
+        arguments.output.write_text(json.dumps({"about": about(**totals), "figures": figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

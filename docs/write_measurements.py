@@ -53,7 +53,13 @@ BY_HAND = {
     "quality.md": "Quality of the models, compared with FuxiCTR's and with the best possible AUC (copied by hand)",
     "compression.md": "Quality of compressed tables at equal memory (copied by hand)",
 }
-NAMES = {"cpu": "processor", "load": "load at the end", "commit": "commit"}
+NAMES = {
+    "cpu": "processor",
+    "load": "load at the end",
+    "commit": "commit",
+    "planted_faults": "planted faults",
+    "healthy_runs": "healthy runs",
+}
 
 
 def render() -> dict[str, str]:
