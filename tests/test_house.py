@@ -219,7 +219,7 @@ if __name__ == "__main__":
     main()
 
 
-def test_the_reading_path_has_twelve_files_and_each_is_used_by_an_earlier_one() -> None:
+def test_the_reading_path_has_eight_files_and_each_is_used_by_an_earlier_one() -> None:
     text = (REPOSITORY / "ARCHITECTURE.md").read_text().partition("## Reading path")[2].partition("\n## ")[0]
     files = re.findall(r"^\d+\. `(pipeline/[\w/]+\.py)`", text, re.MULTILINE)
     assert 3 < len(files) <= 8
