@@ -31,9 +31,9 @@ STAGES = (
 )
 # What train() imports once its config is known.
 IMPORTED = (
-    "checkpoint.random_state", "data.dataset", "runtime.logs", "devices.process_group", "runtime.storage.lease",
-    "checkpoint.replicas", "training.sharded_model", "training.compiled", "training.hooks.base",
-    "training.hooks.build_hooks", "training.memory_watch", "training.input_watch", "training.optimizer", "training.trainer",
+    "checkpoint.random_state", "data.dataset", "runtime.logs", "devices.process_group", "runtime.process.distributed",
+    "checkpoint.tables", "training.sharded_model", "training.hooks.base", "training.memory_watch", "training.run_state",
+    "training.optimizer", "training.trainer",
 )  # fmt: skip
 marks: list[tuple[str, float, float]] = []
 

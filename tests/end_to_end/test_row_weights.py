@@ -122,4 +122,8 @@ def test_label_rates_and_drift_of_a_data_set_are_weighted(runs: tuple[Path, Path
     for name in SPLITS:
         assert splits[0][name].label_rate == pytest.approx(splits[1][name].label_rate)
     train = splits[0]["train"]
-    assert measure(folders[0], None).label_rate == train.label_rate > train.num_positives / train.num_rows
+    assert (
+        measure(folders[0], load_dataset(folders[0]), None).label_rate
+        == train.label_rate
+        > train.num_positives / train.num_rows
+    )

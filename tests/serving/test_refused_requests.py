@@ -195,7 +195,7 @@ def test_compressed_arrow_is_refused_for_nothing_bounds_what_it_becomes(server: 
         (SCHEMA.remove(0), "1 of 5 columns are missing: 'price'"),
         (SCHEMA.append(pa.field("citty", pa.string())), "no column 'citty'; did you mean 'city'?"),
         (SCHEMA.append(SCHEMA.field(0)), "'price' is there 2 times"),
-        (SCHEMA.set(2, pa.field("city", pa.time32("s"))), "'city' has type time32[s]: give text, numbers"),
+        (SCHEMA.set(2, pa.field("city", pa.duration("s"))), "'city' has type duration[s]: give text, numbers"),
         (SCHEMA.set(0, pa.field("price", pa.string())), "'price' has type string: give numbers"),
         (SCHEMA.set(4, pa.field("tags", pa.list_(pa.list_(pa.string())))), "give lists of text"),
         (SCHEMA.set(4, pa.field("tags", pa.string())), "give lists of text"),

@@ -8,15 +8,13 @@ import ipaddress
 import os
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from starlette.types import Scope
 
+from pipeline.config.registry import from_extra
 from pipeline.config.serving import LimitsConfig, ServerConfig
 from pipeline.runtime.errors import ServingError
-
-if TYPE_CHECKING:
-    from pipeline.serving.http.signed_tokens import SignedTokens
 
 HEALTH_PATHS = frozenset(("/health", "/health/live", "/health/ready"))  # probes have no token, and no rate
 SHORTEST_TOKEN = 16
@@ -38,6 +36,13 @@ def client_key(address: str) -> str:
     except ValueError:
         return address
     return str(found.ipv4_mapped or ipaddress.IPv6Network((found, 64), strict=False))
+
+
+class SignedTokens(Protocol):
+    """The interface of tokens that an identity provider signs."""
+
+    async def problem(self, token: str) -> str: ...
+    async def keep_fresh(self) -> None: ...
 
 
 class Tokens:
@@ -97,10 +102,10 @@ def read_tokens(server: ServerConfig) -> Tokens:
     if server.jwks is None:
         return Tokens(tokens)
     try:
-        from pipeline.serving.http.signed_tokens import SignedTokens
+        signed_tokens = from_extra("signed_tokens", "server.jwks")
     except ImportError as error:
         raise ServingError(f"server.jwks needs PyJWT: pip install 'torchrec-pipeline[jwt]' ({error})") from error
-    return Tokens(tokens, SignedTokens(server))
+    return Tokens(tokens, signed_tokens(server))
 
 
 class ClientRates:

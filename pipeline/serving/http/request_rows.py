@@ -304,7 +304,7 @@ def _has_rows(body: bytes) -> bool:
     """Return True if the object has rows. A bare row is an object without rows."""
     try:
         found = UNTYPED.decode(body)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return True
     return not isinstance(found, dict) or "rows" in found
 

@@ -25,7 +25,7 @@ from pipeline.serving.http.admission import Admission, read_tokens
 from tests.support.messages import names
 
 jwt = pytest.importorskip("jwt")
-from pipeline.serving.http import signed_tokens  # noqa: E402  # needs PyJWT
+from pipeline.extras.jwks import signed_tokens  # noqa: E402  # needs PyJWT
 
 RSA_KEY, EC_KEY = rsa.generate_private_key(65537, 2048), ec.generate_private_key(ec.SECP256R1())
 STATIC = "static-0123456789abcdef"
