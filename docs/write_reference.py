@@ -24,9 +24,9 @@ INDEX = f"""# Reference
 - [Glossary](glossary.md)
 
 The pages below list every key with its type, its default and its meaning. With `-h KEY` a command prints the same
-for one key or section: `python -m pipeline train -h trainer.seed`. If a key has different defaults in several options
-of its group, the pages show the default of the option that is used by default. `--cfg` prints the complete config of
-a command line. `<name>` stands for a table, a feature or a column, or for a pattern such as `cat_*`.
+for one key or section: `python -m pipeline train -h trainer.seed`. The options of a group can have
+different defaults for a key. The pages then show the default of the option that a command uses if you choose none.
+`--cfg` prints the complete config of a command line. `<name>` stands for a table, a feature or a column, or for a pattern such as `cat_*`.
 [Config](../do/config.md) explains how to set options and values.
 """
 

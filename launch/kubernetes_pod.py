@@ -189,7 +189,7 @@ def _command(workload: Workload, options: KubernetesOptions, head: str, node: st
 
 
 def check_meeting(workload: Workload, options: KubernetesOptions) -> None:
-    """Raise LaunchError if pods that leave and join would not find each other."""
+    """Raise LaunchError if pods could not find each other again after a pod leaves or joins."""
     if workload.is_elastic and not is_kept(workload, options):
         raise LaunchError(
             f"-j {workload.shape}: the pods connect through the run folder, but {workload.log_dir} is not on a volume "

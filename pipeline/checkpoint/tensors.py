@@ -111,7 +111,10 @@ class StepTensors:
         return found.pop() if len(found) == 1 else None
 
     def held_rows(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Mask:
-        """Return bool [sizes[0]]: which rows of the block that begins at `offsets` the step stores."""
+        """Return a bool array [sizes[0]] that is true for each row that the step stores.
+
+        The block of rows begins at `offsets`.
+        """
         held, columns = np.zeros(sizes[0], np.bool_), np.zeros(sizes[0], np.int64)
         for piece in self._reader.sampled.get(key, ()):
             low = max(offsets[0], piece.offsets[0])

@@ -76,7 +76,7 @@ class Hardware:
 
     @property
     def num_hosts(self) -> int:
-        """Return the number of hosts, or of NVLink domains of several hosts."""
+        """Return the number of hosts. If NVLink domains have several hosts, return the number of domains."""
         return self.world_size // self.local_world_size
 
     @property

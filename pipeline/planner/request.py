@@ -64,7 +64,7 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Problem:
-    """Hold a request in a searcher's form. `usable`: bytes of HBM and of host memory per rank for tables."""
+    """Hold a request, converted to the data that a search needs. `usable`: bytes of HBM and of host memory per rank for tables."""
 
     request: PlanRequest
     placed: list[PlacedTable]

@@ -55,7 +55,10 @@ class FeatureChanges:
         return {name: names for name, names in found.items() if names}
 
     def lines(self, before: Dataset, now: Dataset) -> list[str]:
-        """Return what is kept, initialized and dropped, with counts of the champion's and the challenger's data."""
+        """Return three lines: the features and labels that are kept, initialized and dropped.
+
+        Numbers of rows are those of `before`, or of `now` for the initialized features.
+        """
         num_kept = {
             kind: sum(each == kind for each in self.kept.values()) for kind in (DENSE, CATEGORY, LIST, SEQUENCE)
         }

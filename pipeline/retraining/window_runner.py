@@ -69,9 +69,9 @@ logger = get_logger("pipeline.retrain")
 
 @dataclass(frozen=True)
 class WindowFiles:
-    """A window whose files are known: `source` is what prepare reads, `digest` tells these files from others.
+    """A window whose files are known: `source` is what prepare reads, `digest` identifies these files.
 
-    `files` are the files with the stamps that they had when the window was begun.
+    `files` are the files with the state (`Source.stamp`) that they had at the start of the window.
     """
 
     window: Window

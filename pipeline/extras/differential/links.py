@@ -68,8 +68,8 @@ def is_change(key: str) -> bool:
 
 
 def link_state(flat: Mapping[str, Any], rows: ShardRows, rank: int) -> dict[str, Any]:
-    """Return what a link writes of a flat state (see tables.flatten). Values of changed rows are
-    copies. Raises CheckpointError if a table's changed rows are not among `rows`."""
+    """Return the part of a flat state (see tables.flatten) that a link (an incremental
+    checkpoint) stores. Values of changed rows are copies. Raises CheckpointError if a table's changed rows are not among `rows`."""
     inventory = inventory_of_state(flat)
     state = {key: flat[key] for key in inventory.layers}
     number = 0

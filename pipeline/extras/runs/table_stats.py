@@ -113,8 +113,8 @@ def _sums(weights: torch.Tensor, state: torch.Tensor | None, dim: int) -> Sums:
 
 
 def _blocks(weights: torch.Tensor, state: torch.Tensor | None) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Yield blocks of rows. Rows in a row store that have not changed are skipped if a state shows
-    updates, because their state is 0.
+    """Yield blocks of rows. If weights and state are both in a row store, unchanged rows are
+    skipped, because their state is 0.
     """
     if isinstance(weights, StoredRows) and isinstance(state, StoredRows):
         changed = np.flatnonzero(weights.changed_rows())

@@ -144,7 +144,7 @@ class _Climb:
             self.state.put(table, homes[table][0], ranks)
 
     def _lift(self, table: int) -> Home:
-        """Remove a table, remember its position before the last kick, and return its option and ranks."""
+        """Remove a table and return its option and ranks. `before` keeps its first ones for an undo."""
         choice, ranks = self.state.choices[table], self.state.ranks[table]
         assert choice is not None
         self.state.take(table)

@@ -126,7 +126,9 @@ class RankState:
             self.put(table, choice, ranks)
 
     def find_placement(self, table: int, choice: int) -> tuple[Ranks, float] | None:
-        """Return the best ranks that the option's rule permits and the smooth value; None if it does not fit."""
+        """Return the best ranks that the option's rule permits, and `smooth_value` with the table on
+        these ranks. Return None if the option does not fit.
+        """
         option, cost = self.problem.tables[table][choice], self.costs[table][choice]
         if option.rule is Rule.ANY_RANK and option.num_shards == 1:
             return self._find_rank(option, cost)

@@ -167,7 +167,10 @@ def signature_of(digest: str, purpose: Purpose, number: object) -> str:
 
 
 def signature_problem(signature: str, digest: str, purpose: Purpose, number: object) -> str:
-    """Return "" if no signature is required, or a required key made this signature; otherwise the problem."""
+    """Return "" if no signature is required, or if a required key made this signature.
+
+    Otherwise return a text that describes the problem.
+    """
     if not _public:
         return ""
     if not signature:
