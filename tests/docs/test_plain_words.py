@@ -15,7 +15,7 @@ ALLOWED = {
     "docs/reference/keys/data.md": 1,  # the key `beside`
 }
 # For each 1,000 lines of pipeline/ and launch/. Whoever rewrites docstrings lowers it; nobody raises it.
-MOST_IN_CODE = 4.7
+MOST_IN_CODE = 2.1
 MOST_IN_DECISIONS = 260  # of all pages of docs/adr together; the index has none
 
 
