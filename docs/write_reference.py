@@ -25,7 +25,8 @@ INDEX = f"""# Reference
 
 The pages below list every key with its type, its default and its meaning. With `-h KEY` a command prints the same
 for one key or section: `python -m pipeline train -h trainer.seed`. The options of a group can have
-different defaults for a key. The pages then show the default of the option that a command uses if you choose none.
+different defaults for a key. If you choose no option, the command uses one of them. The pages show the
+defaults of this option.
 `--cfg` prints the complete config of a command line. `<name>` stands for a table, a feature or a column, or for a pattern such as `cat_*`.
 [Config](../do/config.md) explains how to set options and values.
 """

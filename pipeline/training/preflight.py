@@ -221,9 +221,8 @@ def check_data_order(run_dir: str, data_order: dict[str, Any], manifest: dict[st
         now, then = data_order.get(key), manifest["data_order"].get(key)
         if then != now:
             raise TrainingError(
-                f"{run_dir} was trained to step {manifest['step']} with {key}={then}, this job has {now}: step "
-                f"{manifest['step']} would not be followed by the rows that come next; keep the value, or choose "
-                "another run_dir"
+                f"{run_dir} was trained to step {manifest['step']} with {key}={then}, but this job has {now}, so "
+                f"it would read other rows after step {manifest['step']}; keep the value, or choose another run_dir"
             )
 
 

@@ -230,8 +230,8 @@ def start_warm(
     context: DistributedContext,
     dataset: Dataset,
 ) -> None:
-    """Load first weights from another run. The log and warm_start.json report what was done with
-    each table. Collective. Tables that the other run does not fill completely are initialized
+    """Load the initial weights from another run. The log and warm_start.json report what was done
+    with each table. Collective. Tables that the other run does not fill completely are initialized
     first. Raises TrainingError if there is no such checkpoint, or a policy of `config` refuses its
     content."""
     from pipeline.checkpoint.warm_start import report_json, warm_start

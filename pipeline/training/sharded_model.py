@@ -255,8 +255,9 @@ def open_replicas(
 
 
 def _tier_folder(job: TrainJob, tables: list[Table], replicated: bool) -> str | None:
-    """Return the folder for rows of tables with tiers, None if no table has tiers. Raises
-    TrainingError if hosts have separate tables, or no folder is given."""
+    """Return the local folder for the rows that tables with tiers do not keep in memory. Return
+    None if no table has tiers (`tables.<name>.tiers`). Raises TrainingError if hosts have separate
+    tables, or the folder is not local."""
     names = [table.config_name for table in tables if table.tiers is not None]
     if not names:
         return None

@@ -86,7 +86,8 @@ UNKNOWN = _Bounded(-np.inf, np.zeros(0), np.zeros(0))
 
 def can_bound(problem: SearchProblem, most_options: int) -> bool:
     """Return whether Numba is installed and the problem has few options and many equal tables.
-    Otherwise there are too many patterns.
+
+    With more options or fewer equal tables there are too many patterns to compute a bound.
     """
     groups = equal_tables(problem)
     options = sum(len(problem.tables[group[0]]) for group in groups)

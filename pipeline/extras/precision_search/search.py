@@ -1,10 +1,11 @@
 """Find the smallest mix of table precisions within a budget of NE:  export with precision=auto
 
 The search measures how much NE each table costs at each precision, with all other tables as they
-were trained, on one half of the validation rows. It goes down in the order of bytes saved for NE
-lost. By bisection it takes the smallest mix on that way whose NE, measured as a whole on the other
-half, is within the budget with one standard error, because losses of single tables need not add up,
-and because tables that were chosen by chance cost more on other rows.
+were trained, on one half of the validation rows. It then orders the steps to a lower
+precision: first those that save the most bytes for the NE that they cost. Bisection finds how many
+of these steps the budget allows. The NE that a mix costs plus one standard error must be within the
+budget. It is measured for the whole mix, because the costs of single tables need not add up. It is
+measured on the other half of the rows, because on the first half a table may look cheap by chance.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pipeline.sharding.torchrec.sharder import ShardedTables
 
 
 def tier_folder(job: TrainJob, table: str) -> str:
-    """Return the folder of rows of tables with tiers.
+    """Return the folder for the rows that tables with tiers do not keep in memory.
 
     Raises TrainingError if it is not a local folder.
     """

@@ -323,7 +323,11 @@ class _Program:
         return scipy.optimize.LinearConstraint(rows.build(caps.size, width), -np.inf, caps.ravel() / BYTES_SCALE)
 
     def read(self, values: Floats) -> Assignment:
-        """Return the assignment of a solution. The tables of a group take the group's options and ranks in turn."""
+        """Return the assignment of a solution.
+
+        A solution says how many tables of a group have an option on given ranks, and not which
+        tables. They are taken in the order of the group.
+        """
         choices = [0] * len(self.problem.tables)
         placements: list[dict[int, int]] = [{} for _ in choices]  # per table: shard -> rank
         left = {table: list(group) for table, group in self.groups.items()}

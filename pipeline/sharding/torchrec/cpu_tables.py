@@ -344,7 +344,8 @@ class FusedLookup:
         self._orders: dict[tuple[str, ...], torch.Tensor | None] = {}
 
     def reserve_columns(self, columns: int) -> None:
-        """Reserve columns before the features' columns for the model, and return rows in autocast's dtype."""
+        """Leave `columns` columns free before the rows of the features. The model fills them with its
+        dense vector. Rows then have the dtype of autocast."""
         self.reserved_columns = columns
         for lookup in self.lookups:
             lookup.reserved_columns, lookup.follows_autocast = columns, True
