@@ -84,7 +84,9 @@ def _say_when_running(clock: CommsWait, path: Path) -> None:
     end = time.monotonic() + LATEST_S
     while time.monotonic() < end and not clock._is_running:
         time.sleep(0.001)
-    path.write_text(str(clock._is_running))
+    written = path.with_suffix(".new")
+    written.write_text(str(clock._is_running))
+    written.rename(path)  # the other rank reads the file as soon as it exists
 
 
 def _hold(path: Path) -> str:
