@@ -26,14 +26,18 @@ def train_job(job: RetrainJob, data: str, run_dir: str, champion: Version | None
     if job.growth.anneal:
         anneal(trained)
     if champion is not None:
-        optimizer = "reset" if job.growth.reset_optimizer else "keep"
-        trained.warm_start = WarmStartConfig(
-            checkpoint=champion.checkpoint,
-            data_path=champion.data,
-            optimizer=optimizer,
-            dense=dense_policy(job, load_saved_job(TrainJob, champion.config)),
-        )
+        trained.warm_start = warm_start_of(champion, job)
     return trained
+
+
+def warm_start_of(champion: Version, job: RetrainJob) -> WarmStartConfig:
+    """Start from the champion's checkpoint, with its optimizer state unless growth.reset_optimizer is set."""
+    return WarmStartConfig(
+        checkpoint=champion.checkpoint,
+        data_path=champion.data,
+        optimizer="reset" if job.growth.reset_optimizer else "keep",
+        dense=dense_policy(job, load_saved_job(TrainJob, champion.config)),
+    )
 
 
 def anneal(job: TrainJob) -> None:

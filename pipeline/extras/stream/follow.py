@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING
 from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import find
-from pipeline.config.saved_jobs import load_saved_job
-from pipeline.config.training import WarmStartConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.extras.stream.table_capacity import capacities_of, with_capacity
-from pipeline.retraining.feature_changes import dense_policy
+from pipeline.retraining.challenger_job import warm_start_of
 from pipeline.retraining.registry import Registry
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.processes import lower_priority
@@ -99,13 +97,7 @@ def follow_job(job: RetrainJob) -> TrainJob:
     registry = Registry(job.registry.path)
     if (champion := registry.champion()) is not None:
         registry.check_inputs(champion)
-        optimizer = "reset" if job.growth.reset_optimizer else "keep"
-        trained.warm_start = WarmStartConfig(
-            checkpoint=champion.checkpoint,
-            data_path=champion.data,
-            optimizer=optimizer,
-            dense=dense_policy(job, load_saved_job(TrainJob, champion.config)),
-        )
+        trained.warm_start = warm_start_of(champion, job)
     return trained
 
 
