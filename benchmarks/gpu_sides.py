@@ -89,8 +89,8 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
         raw = draw(preset, context.rank)
         sides = {
             "torchrec": torchrec_loop(preset, raw, context),
-            "ours": our_loop(preset, raw, context, []),
-            "ours bf16": our_loop(preset, raw, context, ["trainer.precision=bf16"]),
+            "ours": our_loop(preset, raw, context, options.overrides),
+            "ours bf16": our_loop(preset, raw, context, ["trainer.precision=bf16", *options.overrides]),
         }
         seconds: dict[str, list[float]] = {side: [] for side in sides}
         for _ in range(options.rounds):

@@ -21,7 +21,8 @@ imported torch cannot get shadow GPUs any more: ranks fork from one that has the
 - A failure raises RuntimeError with the traceback of every rank. `report.kinds("race")` and the
   like give one kind of problems: race, reuse, host_read, device, collective (report.py).
 - `needs_shadow` skips a test on a real GPU: tests of the shadow itself, and of planted faults.
-- What is only on the shadow, and more ranks than GPUs are there, is skipped on a real GPU.
+- On a machine with fewer GPUs than `world_size`, `train` uses as many ranks as there are GPUs, on the CPU
+  too; `run` skips the test, and so does the fixture `needs_two_gpus`. TESTS_GPU_COUNT=1 tries that on the shadow.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from tests.support.ranks import RankPool
 
 HERE = Path(__file__).parent
 IS_REAL = torch.cuda.is_available()
+NUM_GPUS = torch.cuda.device_count() if IS_REAL else int(os.environ.get("TESTS_GPU_COUNT", 8))
 BASE = [
     "trainer.max_steps=3",
     "trainer.global_batch_size=64",
@@ -89,12 +91,17 @@ class Gpus:
     def __init__(self) -> None:
         self._pool = RankPool("tests.gpu.ranks")
 
+    @staticmethod
+    def at_most(world_size: int) -> int:
+        """Return `world_size`, or the number of GPUs if that is smaller."""
+        return min(world_size, NUM_GPUS)
+
     def run(
         self, world_size: int, function: Callable[..., Any], *args: Any, local_world_size: int | None = None
     ) -> tuple[list[Any], list[Any]]:
         """Give what each rank returned, and each rank's report."""
-        if IS_REAL and world_size > torch.cuda.device_count():
-            pytest.skip(f"needs {world_size} GPUs, and there are {torch.cuda.device_count()}")
+        if world_size > NUM_GPUS:
+            pytest.skip(f"needs {world_size} GPUs, and there are {NUM_GPUS}")
         both = self._pool.run(world_size, function, False, *args, local_world_size=local_world_size)
         return [result for result, _ in both], [report for _, report in both]
 
@@ -116,6 +123,7 @@ class Gpus:
         if on == "cpu":
             hardware = ["hardware=cpu", "sharding.fast_cpu=false"]
         words = [*BASE, *hardware, f"run_dir={run_dir}", *overrides]
+        world_size = self.at_most(world_size)
         if on == "cpu":
             summaries = self.run_on_cpu(world_size, train_on_rank, words, local_world_size=local_world_size)
             return Job(summaries[0], [], run_dir)
@@ -137,3 +145,9 @@ def gpus() -> Iterator[Gpus]:
 def needs_shadow() -> None:
     if IS_REAL:
         pytest.skip("shows something of the shadow GPU")
+
+
+@pytest.fixture
+def needs_two_gpus() -> None:
+    if NUM_GPUS < 2:
+        pytest.skip("compares different numbers of GPUs, and there is one")

@@ -120,11 +120,13 @@ def test_managed_collision_equals_the_cpus(
     assert_as_on_the_cpu(gpus, words, tmp_path)
 
 
+@pytest.mark.usefixtures("needs_two_gpus")
 def test_tables_of_two_hosts_equal_the_cpus(gpus: Gpus, clicks: list[str], tmp_path: Path) -> None:
     words = [*clicks, "parallel.embedding_sync=every_2_steps", "trainer.max_steps=4"]
     assert_as_on_the_cpu(gpus, words, tmp_path, local_world_size=1)
 
 
+@pytest.mark.usefixtures("needs_two_gpus")
 def test_lamb_is_the_same_on_any_number_of_gpus(gpus: Gpus, clicks: list[str], tmp_path: Path) -> None:
     """FBGEMM has LAMB for GPUs alone; test_lookups.py compares it with its formula."""
     words = [*clicks, "optimizer.sparse.name=lamb", "optimizer.sparse.lr=0.01"]
@@ -165,8 +167,10 @@ def test_a_loss_that_is_not_finite_ends_as_on_the_cpu(
         "trainer.max_steps=5",
     ]
     on_cpu = [*words, "hardware=cpu", "sharding.fast_cpu=false", f"run_dir={tmp_path}/cpu"]
-    cpu = gpus.run_on_cpu(2, _train_with_nans, on_cpu, steps)[0]
-    [gpu, _], reports = gpus.run(2, _train_with_nans, [*words, "hardware=h100_80gb", f"run_dir={tmp_path}/gpu"], steps)
+    on_gpu = [*words, "hardware=h100_80gb", f"run_dir={tmp_path}/gpu"]
+    world_size = gpus.at_most(2)
+    cpu = gpus.run_on_cpu(world_size, _train_with_nans, on_cpu, steps)[0]
+    [gpu, *_], reports = gpus.run(world_size, _train_with_nans, on_gpu, steps)
     assert gpu.step == cpu.step
     assert gpu.validation == pytest.approx(cpu.validation, rel=1e-5)
     assert_same_models(tmp_path / "gpu", tmp_path / "cpu", gpu.step)
@@ -210,6 +214,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     assert_same_steps(folder, whole, 4)
 
 
+@pytest.mark.usefixtures("needs_two_gpus")
 def test_a_run_goes_on_on_fewer_and_on_more_gpus(gpus: Gpus, clicks: list[str], whole: Path, tmp_path: Path) -> None:
     words = [*clicks, "trainer.max_steps=4", "checkpoint.save_every_steps=2"]
     gpus.train(1, words, _until_step_2(whole, tmp_path / "fewer"))
@@ -221,7 +226,7 @@ def test_a_run_goes_on_on_fewer_and_on_more_gpus(gpus: Gpus, clicks: list[str], 
 
 def test_an_evaluation_equals_the_cpus(gpus: Gpus, whole: Path) -> None:
     words = [f"run={whole}", "split=test", "max_batches=3"]
-    results, reports = gpus.run(2, evaluate_on_rank, words)
+    results, reports = gpus.run(gpus.at_most(2), evaluate_on_rank, words)
     found = dict(results[0].metrics)
     [cpu] = gpus.run_on_cpu(1, evaluate_on_rank, words)
     assert found == pytest.approx(cpu.metrics, rel=1e-5)

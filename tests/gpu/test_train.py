@@ -11,6 +11,8 @@ from tests.gpu.conftest import Gpus
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_training_equals_the_cpus(gpus: Gpus, prepared_clicks: str, tmp_path: Path, world_size: int) -> None:
+    if gpus.at_most(world_size) < world_size:
+        pytest.skip("the job on one GPU is the other case")
     words = ["experiment=quickstart", f"data.path={prepared_clicks}"]
     words.append("tables.default.sharding.sharding_types=[table_wise,row_wise]")
     cpu = gpus.train(world_size, words, tmp_path / "cpu", on="cpu")
