@@ -328,7 +328,7 @@ class Checkpointer:
             "step": owner.step,
             "save_id": owner.save_id,
             "world_size": self._context.world_size,
-            "libraries": _library_versions(),
+            "libraries": library_versions(),
             **({"replicas": self._replicas.describe()} if self._replicas else {}),
             **values,
             **self._about,
@@ -398,7 +398,7 @@ class Checkpointer:
             logger.info("step %d  loaded from %s in %.1f s", step, path, seconds, extra=told)
 
 
-def _library_versions() -> dict[str, str]:
+def library_versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for name in LIBRARIES:
         try:

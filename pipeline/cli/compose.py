@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pipeline.config.jobs.evaluate import CHOSEN_STEPS
 from pipeline.config.jobs.job import CONFIG_NAMES
 from pipeline.config.jobs.train import TrainJob
-from pipeline.config.registry import components, load_plugins, missing_plugins
+from pipeline.config.registry import components, from_extra, load_plugins, missing_plugins
 from pipeline.config.saved_jobs import first_line, instantiate, moved_hint, near_field
 from pipeline.runtime.errors import ConfigError, did_you_mean, nearest
 from pipeline.runtime.logs import get_logger
@@ -176,7 +176,7 @@ def first_words(job_type: type) -> set[str]:
     """Return the first words of a verb's overrides: its fields (most groups are fields), and the
     other groups."""
     fields = {field.name for field in dataclasses.fields(job_type)}
-    return fields | {"experiment", "early_stop", "debug"} if issubclass(job_type, TrainJob) else fields
+    return fields | {"experiment", "early_stop", "debug", "from"} if issubclass(job_type, TrainJob) else fields
 
 
 def _raise_unknown_key(job_type: type, key: str, walked: list[str], choices: set[str]) -> NoReturn:
@@ -208,19 +208,28 @@ def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str |
     parsed = parse_overrides(overrides, first_words(job_type))
     # first, because plugins register options of groups and types of values
     load_plugins(_given_plugins(parsed))
+    run = next((str(each.value()) for each in parsed if each.key_or_group == "from" and job_type is TrainJob), None)
     groups = with_registered_models(group_options(folders))
     # A verb's own field may have a group's name and hold text: evaluate's tables=own.
     words = {name for name, kind in get_type_hints(job_type).items() if kind is str}
     own_groups = {group: options for group, options in groups.items() if group in first_words(job_type) - words}
     choices, values = _split_overrides(parsed, own_groups, config_dir is not None)
-    _register_schemas(job_type, folders)
-    try:
-        config = _compose_choices(job_type, folders, _without_keys_of_other_models(folders, choices))
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(_explain_composition(error, groups)) from None
-    except ValueError as error:  # Hydra raises it for null if a YAML file overrides the group
-        nulls = ", ".join(choice for choice in choices if choice.endswith("=null"))
-        raise ConfigError(f"{nulls or ' '.join(choices)}: {error}; choose an option, or leave the key out") from None
+    if run is not None:
+        if choices:
+            raise ConfigError(f"from={run} takes its config from that run: set single keys instead of {choices[0]}")
+        config = from_extra("config_of_run", "from")(run)
+        values = [override for override in values if override.key_or_group != "from"]
+    else:
+        _register_schemas(job_type, folders)
+        try:
+            config = _compose_choices(job_type, folders, _without_keys_of_other_models(folders, choices))
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+            raise ConfigError(_explain_composition(error, groups)) from None
+        except ValueError as error:  # Hydra raises it for null if a YAML file overrides the group
+            nulls = ", ".join(choice for choice in choices if choice.endswith("=null"))
+            raise ConfigError(
+                f"{nulls or ' '.join(choices)}: {error}; choose an option, or leave the key out"
+            ) from None
     for line in _replaced_by_experiment(folders, choices, {override.key_or_group for override in values}):
         logger.warning(line)
     fields = get_type_hints(job_type)

@@ -1,7 +1,7 @@
 """Train one model:  python -m pipeline train experiment=quickstart
 
 On several ranks:  torchx run -s local_cwd pipeline.train -j 1x2 -- experiment=quickstart
-A run folder that holds a checkpoint is resumed; another run_dir starts a new run.
+A run folder that holds a checkpoint is resumed; another run_dir starts a new run. from=RUN trains that run again.
 SIGTERM, or Ctrl-C once, saves at the next training step and ends with exit code 75 or 130; the same command resumes.
 """
 

@@ -149,9 +149,12 @@ def plan_tables(resolved: ResolvedJob, task: TaskModel, context: DistributedCont
 
 
 def _plan_of_run(job: TrainJob) -> str | None:
-    """Return the plan file of the run that this job resumes, if the planner's settings are the same."""
-    path, config = f"{job.run_dir}/plan.json", f"{job.run_dir}/config.yaml"
-    if not (job.checkpoint.resume and storage.is_file(path) and storage.is_file(config)):
+    """Return the plan file of the run that this job resumes, or trains again, if the planner's
+    settings are the same."""
+    runs = [*([job.run_dir] if job.checkpoint.resume else []), *([job.from_run] if job.from_run else [])]
+    found = ((storage.join(run, "plan.json"), storage.join(run, "config.yaml")) for run in runs)
+    path, config = next((pair for pair in found if all(map(storage.is_file, pair))), (None, ""))
+    if path is None:
         return None
     before, now = (_search_settings(each) for each in (load_saved_job(TrainJob, config), job))
     if before != now:

@@ -45,6 +45,8 @@ def is_override(job: type, word: str, options: dict[str, list[str]]) -> bool:
     key, _, value = word.partition("=")
     if key == "plugins":
         return True
+    if key == "from":  # train from=RUN
+        return issubclass(job, TrainJob)
     if key == "experiment":
         return issubclass(job, TrainJob) and (value in options["experiment"] or value == "...")
     hint = get_type_hints(job).get(key)

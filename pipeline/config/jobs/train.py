@@ -149,6 +149,8 @@ class TrainJob(Job):
     paths: PathsConfig = field(default_factory=PathsConfig)
     # steps:50-60 writes a trace of those steps, and their times by operation, into the run folder
     profile: str | None = None
+    # the run that `train from=RUN` trains again; its plan is used if it still fits
+    from_run: str | None = None
 
     def __post_init__(self) -> None:
         check_given("name", self.name)

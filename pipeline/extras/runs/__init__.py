@@ -1,7 +1,8 @@
 """List, compare and tag runs, show a run as a page, and measure which features matter: the verbs `runs` and `report`."""
 
-COMPONENTS = {"hook": "pipeline.extras.runs.table_stats"}
+COMPONENTS = {"hook": "pipeline.extras.runs.hooks"}
 FUNCTIONS = {
+    "config_of_run": "pipeline.extras.runs.again:config_of_run",
     "keep_stats": "pipeline.extras.runs.evaluation_stats:keep_stats",
     "permutation_importance": "pipeline.extras.runs.permutation:permutation_importance",
     "stats_collector": "pipeline.extras.runs.stats_collector:StatsCollector",

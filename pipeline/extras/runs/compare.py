@@ -21,7 +21,7 @@ from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.shell_words import word
 
 # keys and sections that may differ within a variant
-SAME_VARIANT = ("name", "run_dir", "trainer.seed")
+SAME_VARIANT = ("name", "run_dir", "from_run", "trainer.seed")
 SAME_VARIANT_SECTIONS = ("paths.", "logger.")
 SPLITS = ("test", "validation")  # in order of preference
 # two trainings of one config may differ by this much with several ranks, by the order of sums

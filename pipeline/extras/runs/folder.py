@@ -30,6 +30,8 @@ CONFIG, METRICS, SUMMARY, PLAN, STARTS, TAGS, TABLES, IMPORTANCE = (
     "tables.json",
     "importance.json",
 )
+SOURCE = "source"  # a folder: what the last start was started from
+PLUGINS = "source/plugins"
 EVALUATION = re.compile(r"evaluation\.(\w+)\.step_(\d+)\.json")
 DEEPEST = 4  # levels of folders below the listed one
 

@@ -27,7 +27,7 @@ from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 
 # Locations of files, and settings of how the same numbers are computed: changing them changes no
 # result.
-NEUTRAL = ("name", "run_dir", "world_size", "plugins", "paths.", "data.", "planner.", "hardware.", "logger.", "profile",
+NEUTRAL = ("name", "run_dir", "from_run", "world_size", "plugins", "paths.", "data.", "planner.", "hardware.", "logger.", "profile",
            "checkpoint.", "trainer.log_every_steps", "trainer.hooks", "trainer.metrics", "trainer.metrics_port", "trainer.lease_ttl_s", "trainer.grace_s",
            "trainer.startup_timeout_s", "trainer.hang_timeout_s", "trainer.save_timeout_s")  # fmt: skip
 # Settings that only the first step of a run uses.
@@ -174,17 +174,21 @@ def describe_start(step: int, world_size: int) -> dict[str, Any]:
         "host": socket.gethostname(),
         "world_size": world_size,
         "version": pipeline.__version__,
-        "commit": _commit(),
+        "commit": commit_of_package(),
     }
 
 
-def _commit() -> str:
-    """Return the commit of the code's checkout, with "-dirty" if files differ; "" for an installed
-    package."""
+def commit_of_package() -> str:
+    """Return the commit of the pipeline's checkout, "" for an installed package."""
     root = Path(pipeline.__file__).resolve().parents[1]
-    if not (root / ".git").exists():
-        return ""
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    # git refuses the checkout of another user unless it is named; this process runs its code anyway
+    return commit_of(root, "-c", f"safe.directory={root}") if (root / ".git").exists() else ""
+
+
+def commit_of(folder: Path, *options: str) -> str:
+    """Return the commit of the checkout that has the folder, with "-dirty" if files differ; "" if
+    there is none."""
+    command = ["git", "-C", str(folder), *options, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=10, env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
