@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -46,6 +46,7 @@ def with_moved_keys(values: dict[str, Any]) -> dict[str, Any]:
 
 
 Job = TypeVar("Job")
+Result = TypeVar("Result")
 OFF: tuple[Any, ...] = (None, False, 0, "", "none", [], {})  # a setting with such a value changes nothing
 logger = get_logger(__name__)
 MOST_MESSAGE = 2000  # characters of an error; it may quote a value of the file
@@ -59,21 +60,22 @@ def job_to_yaml(job: Any) -> str:
 
 
 def job_from_yaml(job_type: type[Job], text: str) -> Job:
-    """Read a job. Raises ConfigError for keys or values that this release does not know."""
+    """Read a job. Raises ConfigError for keys or values that this release does not know, also
+    because they belong to a plugin that is not loaded."""
     values = _values_of(text)
-    plugins = values.get("plugins") or []
-    if missing := missing_plugins(str(name) for name in plugins):
-        raise ConfigError(
-            f"saved job: this run needs plugin {missing[0]}, which is not loaded; "
-            f"give plugins=[{','.join(str(name) for name in plugins)}] to the same command"
-        )
-    model = None
-    if "model" in values:
-        model = find("model", str(values["model"].get("kind")), "saved model.kind")
+    plugins = [str(name) for name in values.get("plugins") or []]
     try:
+        model = find("model", str(values["model"].get("kind")), "saved model.kind") if "model" in values else None
         return copy.deepcopy(_read_job(job_type, model, text))  # type: ignore[arg-type, return-value]
     except OmegaConfBaseException as error:
         raise ConfigError(f"saved job: {error.full_key}: {str(error).splitlines()[0]}{near_field(error)}") from None
+    except ConfigError as error:
+        if missing := missing_plugins(plugins):
+            raise ConfigError(
+                f"saved job: this run needs plugin {missing[0]}, which is not loaded ({error}); "
+                f"give plugins=[{','.join(plugins)}] to the same command"
+            ) from None
+        raise
 
 
 def plain_values(text: str) -> dict[str, Any]:
@@ -178,10 +180,19 @@ def save_job(job: Any, path: str) -> None:
 
 def load_saved_job(job_type: type[Job], path: str) -> Job:
     """Read a saved job. Raises ConfigError if there is no file or it does not fit `job_type`."""
+    return _read(path, lambda text: job_from_yaml(job_type, text))
+
+
+def load_saved_values(path: str) -> dict[str, Any]:
+    """Return plain_values of a saved job, which needs no plugin. Raises ConfigError if there is no such file."""
+    return _read(path, plain_values)
+
+
+def _read(path: str, parse: Callable[[str], Result]) -> Result:
     if not storage.is_file(path):
         raise ConfigError(f"there is no saved job at {path!r}: is that a run folder?")
     try:
-        return job_from_yaml(job_type, storage.read_text(path))
+        return parse(storage.read_text(path))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not text ({error.reason} at byte {error.start}): restore the file") from None
     except ConfigError as error:

@@ -16,7 +16,7 @@ from pipeline.checkpoint.steps import list_steps, read_manifest, step_path
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import from_extra
-from pipeline.config.saved_jobs import job_from_yaml, load_saved_job
+from pipeline.config.saved_jobs import job_from_yaml, load_saved_job, load_saved_values
 from pipeline.config.tables import TableConfig
 from pipeline.config.training import CheckpointConfig, ParallelConfig, WarmStartConfig
 from pipeline.data.dataset import Dataset
@@ -79,9 +79,12 @@ def as_signed(run: str, job: TrainJob, step: int | None) -> TrainJob:
 
 
 def folder_of(run: str) -> str:
-    """Return the checkpoint folder of another run by its saved config. Raises TrainingError as config_of does."""
-    job = config_of(run)
-    return checkpoint_folder(run, job.checkpoint if job else CheckpointConfig())
+    """Return the checkpoint folder of another run by its saved config, also without the run's
+    plugins. Raises ConfigError if the file is not a saved job."""
+    path = storage.join(run, "config.yaml")
+    section = load_saved_values(path).get("checkpoint") if storage.is_file(path) else None
+    folder = section.get("folder") if isinstance(section, dict) else None
+    return checkpoint_folder(run, CheckpointConfig(folder=folder))
 
 
 def best_step(run: str, job: TrainJob) -> tuple[int, dict[str, Any]] | None:

@@ -14,6 +14,7 @@ from pipeline.config import registry
 from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.config.saved_jobs import load_saved_job, save_job
 from pipeline.runtime.errors import ConfigError
+from pipeline.training.run_state import folder_of
 
 MODEL = """
 from dataclasses import dataclass
@@ -64,9 +65,11 @@ def test_a_saved_job_says_which_plugin_it_needs_and_imports_nothing(plugin: str,
     assert load_saved_job(TrainJob, path).model.kind == "shop"
     for name in (plugin, f"{plugin}.model"):
         del sys.modules[name]
+    del registry._components["model"]["shop"]
     with pytest.raises(ConfigError, match=r"this run needs plugin shop_plugin.* give plugins=\[shop_plugin\]"):
         load_saved_job(TrainJob, path)
     assert plugin not in sys.modules
+    assert folder_of(str(tmp_path)) == f"{tmp_path}/checkpoints"  # needs no plugin
 
 
 def test_a_saved_jobs_names_are_never_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,10 +79,13 @@ def test_a_saved_jobs_names_are_never_imported(tmp_path: Path, monkeypatch: pyte
     save_job(load_config(TrainJob, [*QUICKSTART]), str(path))
     text = path.read_text()
     assert "plugins: []" in text and "kind: dlrm" in text
-    for old, new in (("plugins: []", "plugins: [trap]"), ("kind: dlrm", "kind: trap.Model")):
-        path.write_text(text.replace(old, new, 1))
-        with pytest.raises(ConfigError, match="trap"):
-            load_saved_job(TrainJob, str(path))
+    text = text.replace("plugins: []", "plugins: [trap]", 1)
+    path.write_text(text)
+    # a plugin is required by what uses it: this one may hold a hook
+    assert load_saved_job(TrainJob, str(path)).plugins == ["trap"]
+    path.write_text(text.replace("kind: dlrm", "kind: trap.Model", 1))
+    with pytest.raises(ConfigError, match="needs plugin trap"):
+        load_saved_job(TrainJob, str(path))
     assert "trap" not in sys.modules
 
 
