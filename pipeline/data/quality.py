@@ -54,8 +54,16 @@ def auc(scores: NDArray[np.floating], labels: NDArray[np.number], weights: NDArr
 def log_losses(logits: NDArray[np.floating], labels: NDArray[np.floating]) -> Floats:
     """Return [n] log losses in nats."""
     wide: Floats = logits.astype(np.float64)
-    losses: Floats = np.logaddexp(0.0, wide) - labels * wide
+    with np.errstate(invalid="ignore"):  # NaN of a training that has diverged
+        losses: Floats = np.logaddexp(0.0, wide) - labels * wide
     return losses
+
+
+def probabilities(logits: NDArray[np.floating]) -> Floats:
+    """Return [n] predicted probabilities. It does not overflow for logits of any size."""
+    with np.errstate(invalid="ignore"):
+        scores: Floats = np.exp(-np.logaddexp(0.0, -logits.astype(np.float64)))
+    return scores
 
 
 def log_losses_of_scores(scores: Floats, labels: NDArray[np.floating]) -> Floats:

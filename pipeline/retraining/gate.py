@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.config.retraining import GateConfig
-from pipeline.data.quality import log_losses, normalized_entropy
+from pipeline.data.quality import log_losses, normalized_entropy, probabilities
 
 # rows are resampled in at most this many blocks of neighbours, because neighbours may depend on
 # each other
@@ -58,7 +58,7 @@ class Scores:
     def calibration(self) -> float:
         """Return the sum of predictions divided by the sum of labels."""
         weights = 1.0 if self.weights is None else self.weights
-        predicted = weights / (1.0 + np.exp(-self.logits.astype(np.float64)))
+        predicted = weights * probabilities(self.logits)
         return float(predicted.sum() / max(float((weights * self.labels).sum()), 1e-12))
 
 

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from pipeline.runtime.json_values import finite
 from pipeline.runtime.masking import for_log, mask
@@ -92,16 +93,7 @@ def _plain(value: object) -> bool | int | float | str:
 
 PLAIN_LINE_EVERY_S = 5.0  # without a terminal a bar becomes a line from time to time
 
-# Messages that TorchRec 1.6 to 1.9 and torch print about their internals. Each was seen; none asks
-# the user for anything. "autograd kernel was not registered" is about FBGEMM's dense lookup on CPU,
-# an autograd function below the dispatcher's CPU key. Its gradients equal torch's
-# (tests/sharding/test_cpu_tables.py).
-NOISY_WARNINGS = (
-    "broadcast_buffers", "reduce_scatter_tensor", "all_gather_into_tensor", "_all_gather_base", "_reduce_scatter_base",
-    "ShardedTensor", "HeuristicalStorageReservation", "dense_embedding_codegen_lookup_function",
-    "_get_pg_default_device", "Multiple backends are registered", "Please use DTensor",
-    "torch.jit.script", "TorchScript", "autograd kernel was not registered",
-)  # fmt: skip
+# Loggers of libraries. Their lines are about internals, and none asks the user for anything.
 NOISY_LOGGERS = (
     "torch.fx._symbolic_trace", "torchrec.distributed.planner", "torchrec.distributed.utils", "torchrec.distributed.comm",
     "torchrec.distributed.train_pipeline", "torchrec.distributed.model_parallel", "torchrec.metrics", "fbgemm_gpu",
@@ -124,6 +116,9 @@ class _StderrHandler(logging.StreamHandler):
 class _DropNoise(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         return not (record.name == "root" and "Sharding spec not found" in record.getMessage())
+
+
+_DROP_NOISE = _DropNoise()
 
 
 def attempt() -> str:
@@ -181,13 +176,39 @@ def configure_logging(rank: int = 0, log_format: str = "text") -> None:
     text = _MaskedFormatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S")
     made: dict[str, logging.Formatter] = {"json": _JsonFormatter(rank), "full": _full_formatter(rank)}
     handler.setFormatter(made.get(log_format, text))
-    handler.addFilter(_DropNoise())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("pipeline").setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    for message in NOISY_WARNINGS:
-        warnings.filterwarnings("ignore", message=f".*{message}.*")
+    _hide_library_messages()
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Hide messages of libraries, for a caller that has not called configure_logging."""
+    with warnings.catch_warnings():
+        _hide_library_messages()
+        yield
+
+
+def _hide_library_messages() -> None:
+    """Hide log lines of libraries, and warnings about a line of an installed library or of this
+    package: they ask a user for nothing. Warnings about a user's own code are shown. `python -W
+    default` shows all warnings.
+    """
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger().addFilter(_DROP_NOISE)
+    folders = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[1]))
+    libraries = tuple(os.path.realpath(folder) + os.sep for folder in folders)
+
+    def show(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int,
+        file: TextIO | None = None, line: str | None = None,
+    ) -> None:  # fmt: skip
+        if os.path.exists(filename) and not os.path.realpath(filename).startswith(libraries):
+            print(warnings.formatwarning(message, category, filename, lineno), file=sys.stderr, end="")
+
+    if not sys.warnoptions:
+        warnings.showwarning = show
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from pipeline.data.raw.layout import feature_names
 from pipeline.data.read.reader import ShardReader
 from pipeline.devices.process_group import init_for
 from pipeline.runtime.errors import TrainingError
+from pipeline.runtime.logs import quiet_libraries
 from pipeline.runtime.process import watchdog
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.runtime.shell_words import word
@@ -37,6 +38,7 @@ from pipeline.training.sharded_model import ShardedModel, build_sharded_model, o
 from pipeline.training.summary import SUMMARY, EvaluateSummary, file_name, write_evaluation
 
 
+@quiet_libraries()
 def evaluate(job: EvaluateJob) -> EvaluateSummary:
     """Restore a checkpoint under a plan for this world size and measure a split. Collective. Raises
     TrainingError if the folder is not a run, has no such step, or the data set is not the run's

@@ -29,7 +29,7 @@ from pipeline.planner.explain import summarize as summarize_plan
 from pipeline.planner.plan_codec import encode_record
 from pipeline.planner.resolved_job import ResolvedJob
 from pipeline.runtime.errors import TrainingError
-from pipeline.runtime.logs import MetricsWriter, get_logger, log_file
+from pipeline.runtime.logs import MetricsWriter, get_logger, log_file, quiet_libraries
 from pipeline.runtime.process import watchdog
 from pipeline.runtime.process.distributed import DistributedContext, take_run_folder
 from pipeline.runtime.process.exit_codes import INTERRUPTED, REQUEUE
@@ -52,6 +52,7 @@ LOG = "train.log"  # log of rank 0, of all attempts
 logger = get_logger("pipeline.train")
 
 
+@quiet_libraries()
 def train(job: TrainJob, open_input: OpenInput | None = None) -> TrainSummary:
     """Train, or resume a training run. Rank 0 writes the run folder and holds its lease.
     Collective. `open_input` opens the reader of the batches, instead of the reader of the training

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.checkpoint.retention import is_higher_better
-from pipeline.data.quality import binary_entropy, log_losses
+from pipeline.data.quality import binary_entropy, log_losses, probabilities
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.storage import storage
 
@@ -135,7 +135,7 @@ def summarize_rows(
     bin_of[order] = _bins_of_ties(np.bincount(tie_of, weights[order]))[tie_of]
     del order, tie_of
     loss = per_block(weights * log_losses(logits, labels.astype(np.float64)))
-    columns = [weights, weights * labels, weights / (1.0 + np.exp(-logits.astype(np.float64)))]
+    columns = [weights, weights * labels, weights * probabilities(logits)]
     weight, clicks, predicted = (np.bincount(bin_of, column) for column in columns)
     rows = np.bincount(bin_of)
     bins = [

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from pipeline.data.quality import log_losses
+from pipeline.data.quality import log_losses, probabilities
 from pipeline.data.read.batch import Batch, first_ids
 from pipeline.data.read.reader import ShardReader
 from pipeline.extras.runs.evaluation_stats import MAX_BLOCKS, EvaluationStats, Slice, summarize_rows
@@ -59,7 +59,7 @@ class StatsCollector:
         if self._num_kept > self._max_rows:  # already on this rank alone
             self._rows, self._is_too_long = [], True
             return
-        predictions = 1.0 / (1.0 + np.exp(-logits.astype(np.float64)))
+        predictions = probabilities(logits)
         summed = (labels, predictions, log_losses(logits, labels))
         self._add_slices(batch, real, [None, weights, weights**2, *(weights * values for values in summed)])
 
