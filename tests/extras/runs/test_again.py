@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from pipeline.extras.runs.hooks import source
 from pipeline.runtime.errors import ConfigError
 from tests.support.jobs import train_on_rank
 from tests.support.messages import mentions
+from tests.support.own_folder import REPOSITORY
 from tests.support.ranks import RankPool
 from tests.support.stored_tensors import step_tensors
 
@@ -89,3 +92,34 @@ def test_code_of_a_run_folder_runs_only_if_the_user_names_it(
         load_config(TrainJob, [f"from={theirs}"])
     assert mentions(refused.value, f"plugins=[shop_again] PYTHONPATH={theirs}/source/plugins")
     assert "shop_again" not in sys.modules
+
+
+@pytest.mark.campaign  # two trainings in new processes, of which one has to compile the kernels of a new clone
+def test_a_colleagues_run_with_a_plugin_gives_equal_bits_in_another_clone(prepared_clicks: str, tmp_path: Path) -> None:
+    clone, project, other = tmp_path / "clone", tmp_path / "project", tmp_path / "other"
+    subprocess.run(["git", "clone", "-q", "--no-hardlinks", REPOSITORY, clone], check=True)
+    (project / "conf" / "experiment").mkdir(parents=True)
+    experiment = "# @package _global_\ndefaults: [{override /data: quickstart}]\nname: mine\n"
+    (project / "conf" / "experiment" / "mine.yaml").write_text(experiment)
+    shutil.copy(REPOSITORY / "examples" / "custom_model.py", project / "gated.py")
+    other.mkdir()
+
+    def train(folder: Path, python_path: list[Path], words: list[str]) -> str:
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, python_path)), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "pipeline", "train", *words]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stderr
+
+    words = ["--config-dir", "conf", "experiment=mine", "plugins=[gated]", "model=gated_mlp", "model.hidden=48"]
+    sizes = [f"data.path={prepared_clicks}", "trainer.global_batch_size=256", "trainer.max_steps=12"]
+    train(project, [REPOSITORY, project], [*words, *sizes, "run_dir=runs/mine"])
+    shutil.copytree(project / "runs" / "mine", other / "theirs")
+    shutil.copytree(prepared_clicks, other / "data")
+    shutil.rmtree(project)
+    assert (other / "theirs" / "source" / "conf" / "experiment" / "mine.yaml").read_text() == experiment
+    log = train(
+        other, [clone, other / "theirs" / "source" / "plugins"], ["from=theirs", "plugins=[gated]", "data.path=data"]
+    )
+    assert "trains theirs" in log
+    assert _differing(other / "theirs", other / "runs" / "theirs_again", 12) == []
