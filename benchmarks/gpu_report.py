@@ -32,7 +32,7 @@ from pipeline.planner.hardware import CARDS, find_card
 ROOT = Path(__file__).resolve().parents[1]
 SECTION_TIMEOUT_S = 240
 # Relative differences of losses that rounding explains: fp32 sums in another order, then shorter formats.
-SAME, HALF, INT8 = 1e-4, 2e-2, 5e-2
+SAME, TF32, HALF, INT8 = 1e-4, 2e-3, 2e-2, 5e-2
 STEP_FACTOR = 2.0  # between a measured and a predicted step
 # Options of conf/hardware by the names in planner.hardware.
 PRESETS = {
@@ -92,7 +92,8 @@ class Machine:
         if on_gpu and self.shadow:
             module = ["pipeline.extras.shadow", *(words[1:] if words[0] == "pipeline" else words)]
         launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}"] if ranks else []
-        environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1" if ranks else "4"}
+        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # a bundle is on PYTHONPATH
+        environ = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1" if ranks else "4"}
         done = subprocess.run(
             [sys.executable, *launcher, "-m", *module],
             cwd=self.folder,
@@ -177,6 +178,8 @@ def tests(machine: Machine) -> Iterator[Check]:
     """tests/gpu, on the real GPU if there is one."""
     path = machine.folder / "tests.xml"
     words = ["pytest", "-m", "gpu", str(ROOT / "tests/gpu"), "--rootdir", str(ROOT), f"--junitxml={path}", "-q"]
+    workers = min(8, (os.cpu_count() or 1) // 2)
+    words += ["-n", str(workers), "--dist", "worksteal"] if workers > 1 and not machine.shadow else []
     try:
         machine.run(*words, on_gpu=False, timeout_s=20 * 60)
     except CommandError:
@@ -229,8 +232,9 @@ def tensors_of(run: Path) -> dict[str, str]:
 
 def precision(machine: Machine) -> Iterator[Check]:
     wanted = losses_of(machine.train("gpu"))
-    bf16 = losses_of(machine.train("bf16", "trainer.precision=bf16"))
-    yield near("losses in bf16 and in fp32", bf16, wanted, HALF)
+    for name, tolerance in (("tf32", TF32), ("bf16", HALF)):
+        found = losses_of(machine.train(name, f"trainer.precision={name}"))
+        yield near(f"losses in {name} and in fp32", found, wanted, tolerance)
     for kernel in ("fused_uvm", "fused_uvm_caching"):
         key = f"tables.default.sharding.compute_kernels=[{kernel}]"
         yield near(f"losses with {kernel} and with fused", losses_of(machine.train(kernel, key)), wanted, SAME)
@@ -255,9 +259,12 @@ def speed(machine: Machine) -> Iterator[Check]:
         found = machine.json("benchmarks.gpu_sides", "speed", *few, ranks=ranks if ranks > 1 else 0)
         machine.figures[f"{ranks} rank(s)"] = found["presets"]
         for preset, figures in found["presets"].items():
-            text = f"{figures['samples_per_s']['ours']:,.0f} samples/s, {figures['ratio']:.2f} times TorchRec's loop"
-            passed = None if machine.shadow else figures["ratio"] >= 1.0
-            yield Check(f"{preset} on {ranks} rank(s)", text, "at least 1 time", passed)
+            for side, ratio in (("ours", "ratio"), ("ours tf32", "ratio_tf32")):
+                samples = figures["samples_per_s"][side]
+                text = f"{samples:,.0f} samples/s, {figures[ratio]:.2f} times TorchRec's loop"
+                passed = None if machine.shadow else figures[ratio] >= 1.0
+                name = f"{preset} in {side.partition(' ')[2] or 'fp32'} on {ranks} rank(s)"
+                yield Check(name, text, "at least 1 time", passed)
 
 
 def predictions(machine: Machine) -> Iterator[Check]:
@@ -292,7 +299,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Machine], Iterator[Check]]]] = {
     "doctor": ("Installation", doctor),
     "losses": ("Losses compared with the CPU and with TorchRec's loop", same_losses),
     "resume": ("A resumed run compared with an uninterrupted one", resume),
-    "precision": ("bf16, and tables in host memory", precision),
+    "precision": ("tf32, bf16, and tables in host memory", precision),
     "nccl": ("Several GPUs", nccl),
     "speed": ("Samples a second compared with TorchRec's loop", speed),
     "predictions": ("Predictions of the planner compared with a run", predictions),

@@ -1,7 +1,7 @@
 """Compare this trainer with TorchRec's documented loop on the device of this rank, in one process.
 
     python -m benchmarks.gpu_sides losses     equal weights, batches and rates: the loss of each step
-    python -m benchmarks.gpu_sides speed --presets quickstart kaggle_64 dlrmv2
+    python -m benchmarks.gpu_sides speed --presets quickstart kaggle_full dlrmv2_large
     python -m benchmarks.gpu_sides facts      what torch says about the GPUs of this machine
 
 Each writes one JSON object to --output. benchmarks.gpu_report starts them, one process each, because a CUDA fault
@@ -22,6 +22,7 @@ import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from benchmarks.step_models import PRESETS, draw, our_loop, our_side, torchrec_loop, torchrec_side
+from pipeline import devices
 from pipeline.devices.process_group import init_distributed
 from pipeline.models.tasks.click_metrics import Prediction
 from pipeline.training.sharded_model import ShardedModel
@@ -81,7 +82,10 @@ def _record_losses(assembly: ShardedModel) -> list[torch.Tensor]:
 
 
 def speed(options: argparse.Namespace) -> dict[str, Any]:
-    """Time both sides in turns; the figures of a preset are medians over the rounds."""
+    """Time both sides in turns; the figures of a preset are medians over the rounds.
+
+    With TF32 the same models run again, because it is a switch of the process.
+    """
     context = init_distributed()
     found = {}
     for name in options.presets:
@@ -92,9 +96,11 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
             "ours": our_loop(preset, raw, context, options.overrides),
             "ours bf16": our_loop(preset, raw, context, ["trainer.precision=bf16", *options.overrides]),
         }
+        sides |= {f"{side} tf32": sides[side] for side in ("torchrec", "ours")}
         seconds: dict[str, list[float]] = {side: [] for side in sides}
         for _ in range(options.rounds):
             for side, run in sides.items():
+                devices.current().use_tf32("tf32" in side)
                 seconds[side].append(run(options.steps).seconds_a_step)
         ms = {side: 1e3 * statistics.median(values) for side, values in seconds.items()}
         found[name] = {
@@ -102,6 +108,7 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
             "spread_ms": {side: [1e3 * min(values), 1e3 * max(values)] for side, values in seconds.items()},
             "samples_per_s": {side: 1e3 * preset.batch_size * context.world_size / value for side, value in ms.items()},
             "ratio": ms["torchrec"] / ms["ours"],
+            "ratio_tf32": ms["torchrec tf32"] / ms["ours tf32"],
             "ratio_bf16": ms["torchrec"] / ms["ours bf16"],
         }
         del sides
@@ -123,7 +130,7 @@ def facts(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["losses", "speed", "facts"])
-    parser.add_argument("--presets", nargs="+", default=["quickstart", "kaggle_64", "dlrmv2"])
+    parser.add_argument("--presets", nargs="+", default=["quickstart", "kaggle_full", "dlrmv2_large"])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--overrides", nargs="*", default=[], help="of our side")

@@ -97,10 +97,10 @@ PRESETS = {
     "dlrmv2": Preset(
         _capped(DLRMV2, 200_000), 128, [512, 256, 128], [1024, 1024, 512, 256, 1], 256, MULTI_HOT, dcn=True
     ),
-    # For GPUs: all rows of Kaggle's data set, and batches that fill a GPU.
+    # For GPUs: all rows of Kaggle's data set, and batches that fill a GPU. Three sides of each fit 40 GB.
     "kaggle_full": Preset(KAGGLE, 64, [512, 256, 64], [512, 512, 256, 1], 16384),
     "dlrmv2_large": Preset(
-        _capped(DLRMV2, 4_000_000), 128, [512, 256, 128], [1024, 1024, 512, 256, 1], 8192, MULTI_HOT, dcn=True
+        _capped(DLRMV2, 2_000_000), 128, [512, 256, 128], [1024, 1024, 512, 256, 1], 8192, MULTI_HOT, dcn=True
     ),
     "multi_hot": Preset(_capped(KAGGLE, 200_000), 32, [128, 64, 32], [256, 128, 1], 1024, MULTI_HOT),
 }

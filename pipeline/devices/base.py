@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from pipeline.runtime.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch.autograd.profiler_util import FunctionEventAvg
     from torch.profiler import ProfilerActivity
@@ -115,6 +117,14 @@ class Device:
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
         return torch.autocast(self.device_type, dtype=dtype)
+
+    def check_precision(self, precision: str) -> None:
+        """Raise ConfigError if this device cannot train in `precision` (trainer.precision)."""
+        if precision == "tf32":
+            raise ConfigError(f"trainer.precision=tf32 needs an NVIDIA GPU, not {self.device_type}; use fp32 or bf16")
+
+    def use_tf32(self, enabled: bool) -> None:
+        """Let products of fp32 matrices round their inputs to TF32. Other devices have no TF32."""
 
     def limit_compiler(self) -> None:
         """Limit the compiler's resources. Call it before torch.compile."""

@@ -60,6 +60,12 @@ class Cuda(Device):
             "(or comms.backend=gloo)"
         )
 
+    def check_precision(self, precision: str) -> None:
+        """Every precision is possible: cuBLAS computes in fp32 on GPUs without TF32."""
+
+    def use_tf32(self, enabled: bool) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = enabled
+
     def memory_gb_per_s(self) -> float:
         """Return the peak GB/s: two transfers per clock (kHz) over the complete bus."""
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())

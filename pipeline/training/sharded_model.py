@@ -99,6 +99,7 @@ def build_task(resolved: ResolvedJob, compute_device: str) -> TaskModel:
     `compute_device` may be auto."""
     job, trainer = resolved.job, resolved.job.trainer
     device = devices.named(compute_device, plain=not job.sharding.fast_cpu)
+    device.use_tf32(trainer.precision == "tf32")
     num_dense = len(resolved.dataset.dense_features)
     model = build_model(job.model, resolved.tables, num_dense, seed=trainer.seed, targets=resolved.targets)
     if device.has_torchrec_layers:

@@ -61,6 +61,7 @@ def train(job: TrainJob, open_input: OpenInput | None = None) -> TrainSummary:
     if job.sharding.allow_untested_versions:
         allow_untested_versions()
     context = init_for(job)
+    devices.current().check_precision(job.trainer.precision)
     if job.world_size != context.world_size:
         raise TrainingError(
             f"world_size={job.world_size}, but {context.world_size} rank(s) run; leave it to the launcher"

@@ -59,7 +59,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Have ranks fork from a process with shadow GPUs: only where nothing but tests/gpu is run."""
     named = [Path(word.partition("::")[0]).resolve() for word in config.args]
     if torch.version.cuda is not None and named and all(HERE in (each, *each.parents) for each in named):
-        os.environ["TESTS_GPU"] = forks.ENVIRONMENT["TESTS_GPU"] = "real" if IS_REAL else "shadow"
+        # FBGEMM asks torch.cuda.is_available() when it is imported. By NVML that starts no CUDA, which a fork would lose.
+        variables = {"TESTS_GPU": "real" if IS_REAL else "shadow", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        os.environ.update(variables)
+        forks.ENVIRONMENT.update(variables)
         forks.preload("tests.gpu.preloaded")
 
 

@@ -24,6 +24,7 @@ from pipeline.planner.hardware import BYTES_PER_MS, Hardware
 from pipeline.runtime.errors import ConfigError
 
 SHARE_OF_FLOPS, SHARE_OF_BANDWIDTH = 0.75, 0.79
+TF32 = 0.5  # of the peak in bf16: A100 156 of 312 TFLOPS, H100 494 of 989, by their data sheets
 BLOCK = 64  # a product's rows and columns come in whole blocks of a GPU's tensor cores
 MIN_GPU_US = 2.0  # of any kernel
 ISSUE_US = 37.0  # of a call that launches a kernel, by a host that runs PyTorch eagerly
@@ -74,8 +75,9 @@ class DataSheetTimes:
             moved = 7 * operation.in_bytes
         us = moved / memory * 1e3
         if operation.name in PRODUCTS:
-            peak = hardware.tflops_bf16 if operation.dtype in ("bf16", "fp16") else hardware.tflops_fp32
-            assert peak  # checked by the constructor
+            assert hardware.tflops_fp32 and hardware.tflops_bf16  # checked by the constructor
+            peaks = {"bf16": hardware.tflops_bf16, "fp16": hardware.tflops_bf16, "tf32": hardware.tflops_bf16 * TF32}
+            peak = peaks.get(operation.dtype, hardware.tflops_fp32)
             block = BLOCK if self._is_gpu and len(operation.shapes[0]) == 2 else 8
             us = max(us, product_flops(operation, block, block) / (peak * 1e6 * SHARE_OF_FLOPS))
         return max(us, MIN_GPU_US if self._is_gpu else 0.0)

@@ -29,7 +29,7 @@ from pipeline.extras.step_time.forecast import (
 )
 from pipeline.extras.step_time.overheads import Overheads, Saves, overheads_of
 from pipeline.extras.step_time.prediction import StepCost, StepRequest, predict_step
-from pipeline.extras.step_time.recorded_layers import DensePart, Inputs, record_dense
+from pipeline.extras.step_time.recorded_layers import PRODUCTS, DensePart, Inputs, record_dense
 from pipeline.planner.cost_model import wire_of
 from pipeline.planner.plan_record import PlanRecord
 from pipeline.planner.planner import make_plan
@@ -91,7 +91,13 @@ def record_layers(resolved: ResolvedJob, request: PlanRequest) -> DensePart:
         pooling=[factor for table in tables for factor in table.pooling_factors],
         num_targets=len(resolved.targets) if learns_several else 1,
     )
-    return record_dense(request.model, inputs, job.optimizer.dense)
+    dense = record_dense(request.model, inputs, job.optimizer.dense)
+    if job.trainer.precision != "tf32":
+        return dense
+    return replace(
+        dense,
+        operations=[replace(each, dtype="tf32") if each.name in PRODUCTS else each for each in dense.operations],
+    )
 
 
 def step_request(resolved: ResolvedJob, request: PlanRequest, plan: PlanRecord | None, threads: int) -> StepRequest:
