@@ -178,6 +178,10 @@ class Dataset:
     transforms: List[Dict[str, Any]] = field(default_factory=list)
     format_version: int = FORMAT_VERSION
 
+    def best_auc(self, split: str, label: str) -> Optional[float]:
+        """Return the best possible AUC of a label; None if the rows were not generated."""
+        return self.bayes_auc.get(split if label == self.label else f"{split}/{label}")
+
     @property
     def weighted_features(self) -> List[str]:
         return [feature.name for feature in self.sparse_features if feature.weighted]

@@ -56,7 +56,7 @@ def targets_of(columns: ColumnsConfig, dataset: Dataset, learns_all: bool) -> li
             f"data.columns.weight={columns.weight!r}, but data set {dataset.name!r} was prepared with "
             f"{dataset.weight_column!r}: prepare it again with it, in another data.path"
         )
-    main = _main(columns, dataset)
+    main = main_label(columns, dataset)
     if learns_all and dataset.labels and set(columns.all_labels) != set(held):
         raise DataError(
             f"the model learns all {len(held)} labels of data set {dataset.name!r}, but data.columns.labels lists "
@@ -78,7 +78,12 @@ def targets_of(columns: ColumnsConfig, dataset: Dataset, learns_all: bool) -> li
     ]
 
 
-def _main(columns: ColumnsConfig, dataset: Dataset) -> str:
+def main_label(columns: ColumnsConfig, dataset: Dataset) -> str:
+    """Return the label that decides wherever one label decides: data.columns.label.
+
+    Raises:
+        DataError: the data set has several labels, and not this label.
+    """
     names = [label.name for label in dataset.all_labels]
     if columns.label in names:
         return columns.label

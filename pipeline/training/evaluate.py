@@ -21,6 +21,7 @@ from pipeline.config.registry import from_extra
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.raw.layout import feature_names
 from pipeline.data.read.reader import ShardReader
+from pipeline.data.targets import main_label
 from pipeline.devices.process_group import init_for
 from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.logs import quiet_libraries
@@ -74,7 +75,7 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         step,
         step_path(checkpoint_folder(job.run, trained.checkpoint), step),
         metrics,
-        resolved.dataset.bayes_auc.get(job.split),
+        resolved.dataset.best_auc(job.split, main_label(trained.data.columns, resolved.dataset)),
         path=storage.join(job.run, file_name(job, step, fingerprint if is_other_data else "")),
         throughput=_throughput(job.run),
         tables=tables,

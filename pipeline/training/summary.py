@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import from_extra, if_installed
+from pipeline.data.targets import main_label
 from pipeline.runtime.logs import to_json
 from pipeline.runtime.shell_words import word
 from pipeline.runtime.storage import storage
@@ -30,6 +31,17 @@ def undefined(metrics: Mapping[str, float]) -> str:
             whose, rows = f"{label}: " if label else "", metrics.get(f"{label}{slash}num_samples", 0)
             reasons.append(f"{whose}all {rows:,} labels are {rate:.0f}: NE and AUC need both kinds")
     return "; ".join(reasons)
+
+
+def by_label(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return label -> its metrics by their plain names, the main label first. If the run has one
+    label, the metrics' names have no label, and the result's only key is ""."""
+    found: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        label, slash, metric = name.rpartition("/")
+        if slash:
+            found.setdefault(label, {})[metric] = value
+    return found or {"": dict(metrics)}
 
 
 SUMMARY = "summary.json"
@@ -74,7 +86,7 @@ def summarize(
         best_metric=job.best_metric if best else "",
         throughput=result.throughput,
         validation=metrics,
-        bayes_auc=dataset.bayes_auc.get("validation"),
+        bayes_auc=dataset.best_auc("validation", main_label(job.data.columns, dataset)),
         num_bad_rows=result.num_bad_rows,
         compression=savings,
     )
@@ -124,15 +136,14 @@ def describe_run(run_dir: str, checkpoint: str, throughput: dict[str, float]) ->
 
 
 def describe_quality(metrics: dict[str, float], bayes_auc: float | None) -> str:
-    """Describe the metrics in one line. `bayes_auc` is the best possible AUC of the label, or of
-    the main label."""
-    if labels := list(dict.fromkeys(name.rpartition("/")[0] for name in metrics if "/" in name)):
-        prefixes = [f"{label}/" for label in labels]
-        parts = [
-            {name.removeprefix(each): metrics[name] for name in metrics if name.startswith(each)} for each in prefixes
+    """Describe the metrics in one line, or in a line for each label. `bayes_auc` is the best
+    possible AUC of the label, or of the main label."""
+    of_labels = by_label(metrics)
+    if list(of_labels) != [""]:
+        texts = [
+            describe_quality(part, None if number else bayes_auc) for number, part in enumerate(of_labels.values())
         ]
-        texts = [describe_quality(part, None if number else bayes_auc) for number, part in enumerate(parts)]
-        return "; ".join(f"{label}: {text}" for label, text in zip(labels, texts, strict=True))
+        return f"\n{'':<12}".join(f"{label}: {text}" for label, text in zip(of_labels, texts, strict=True))
     if reason := undefined(metrics):
         return f"undefined: {reason}; logloss {metrics['logloss']:.4f}"
     if "auc" not in metrics:

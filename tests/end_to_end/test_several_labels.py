@@ -122,7 +122,8 @@ def test_each_label_is_measured_by_its_name_and_learns(ranks: RankPool, trained:
     listed = "\n".join(list_checkpoints(load_config(CheckpointsJob, [f"run={trained.run_dir}"])))
     assert "order/ne" in listed and "best order/ne" in listed and "seconds/mse" in listed
     table = as_text([open_run(trained.run_dir)])
-    assert "click/auc" in table and f"{metrics['seconds/mse']:.4f}" in table
+    assert [line.split()[-1] for line in table.splitlines()[2:]][-1] == f"{metrics['seconds/mse']:.4f}"
+    assert all(f" {name} " in table for name in LABELS)
     measured = ranks.run(1, _evaluate, trained.run_dir)[0]
     assert measured == pytest.approx(metrics, abs=2e-4)
 

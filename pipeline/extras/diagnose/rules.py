@@ -14,7 +14,6 @@ from functools import cached_property
 
 import numpy as np
 
-from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.extras.diagnose.columns import (
     SplitRows,
     alone_auc,
@@ -27,7 +26,7 @@ from pipeline.extras.diagnose.columns import (
 )
 from pipeline.extras.runs.evaluation_stats import EvaluationStats, read_stats
 from pipeline.extras.runs.folder import Run, open_run
-from pipeline.runtime.errors import DataError, UserError
+from pipeline.runtime.errors import UserError
 from pipeline.runtime.logs import get_logger
 
 DIVERGED_NE = 2.0  # of training rows
@@ -50,24 +49,16 @@ class Facts:
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self.dataset = run.dataset
         self.step, self.metrics = run.metrics("validation")
-
-    @cached_property
-    def dataset(self) -> Dataset | None:
-        try:
-            return load_dataset(str(self.run.config.get("data", {}).get("path", "")))
-        except DataError:
-            return None
 
     @cached_property
     def rows(self) -> dict[str, SplitRows]:
         """Split -> rows; empty if the data set is gone, or its main label is not binary."""
         if self.dataset is None:
             return {}
-        wanted = str(self.run.config.get("data", {}).get("columns", {}).get("label", ""))
-        label = next((each for each in self.dataset.all_labels if each.name == wanted), None)
-        label = label or next(each for each in self.dataset.all_labels if each.name == self.dataset.label)
-        if label.kind != "binary" or label.mask is not None:
+        label = next((each for each in self.dataset.all_labels if each.name == self.run.labels[0]), None)
+        if label is None or label.kind != "binary" or label.mask is not None:
             return {}
         return read_splits(str(self.run.config["data"]["path"]), self.dataset, label.name)
 
@@ -78,16 +69,12 @@ class Facts:
     @cached_property
     def train_ne(self) -> list[tuple[int, float]]:
         """(step, NE of the training rows since the last line)."""
-        found = [(line["step"], self._main(line)) for line in self.run.lines if line["kind"] == "train"]
-        return [(step, ne) for step, ne in found if ne is not None]
+        return [(line["step"], line["ne"]) for line in self.run.lines if line["kind"] == "train" and "ne" in line]
 
     @cached_property
     def validation_ne(self) -> list[tuple[int, float]]:
         found = sorted(self.run.evaluations.items())
         return [(step, each["ne"]) for (split, step), each in found if split == "validation" and "ne" in each]
-
-    def _main(self, line: dict[str, float]) -> float | None:
-        return line.get("ne", next((line[name] for name in line if name.endswith("/ne")), None))
 
     @property
     def batch(self) -> int:

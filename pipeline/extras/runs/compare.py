@@ -8,15 +8,15 @@ variant is the baseline of all other variants.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from string import ascii_uppercase
 from typing import Any
 
-from pipeline.checkpoint.retention import is_higher_better
+from pipeline.checkpoint.retention import is_higher_better, metric_of
 from pipeline.extras.runs.evaluation_stats import EvaluationStats, read_stats
 from pipeline.extras.runs.folder import Run, describe_plan
-from pipeline.extras.runs.intervals import MEASURES, Difference, difference, resampled_measures, same_rows
+from pipeline.extras.runs.intervals import Difference, Floats, difference, resampled_measures, same_rows
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.shell_words import word
 
@@ -126,36 +126,52 @@ def compare(runs: Sequence[Run], split: str | None = None, confidence: float = 0
             f"none of these runs was measured on the {split} split: python -m pipeline evaluate run=... split={split}"
         )
     stats, notes = read_all_stats(runs, split, {path: step for path, (step, _) in found.items()})
-    names = dict.fromkeys(
-        name
-        for _, metrics in found.values()
-        for name in metrics
-        if name.rpartition("/")[2] not in LEFT_OUT
-        and metrics.get(name.rpartition("/")[2]) != (metrics[name] if "/" in name else None)
-    )
-    resampled = (
-        resampled_measures(
+    labels, rows = labels_of(runs), []
+    for label in labels:
+        of_label = {run.path: run.of_label(found[run.path][1], label) for run in runs}
+        for row in _rows_of(
+            variants,
+            of_label,
+            {run.path: stats[run.path] for run in runs if run.path in stats and run.labels[0] == label},
+            confidence,
+        ):
+            rows.append(replace(row, name=f"{label}/{row.name}") if len(labels) > 1 else row)
+    return Comparison(
+        split, variants, differing_config(variants), rows, _others(variants),
+        notes + _notes(variants, found, bool(stats)), confidence,
+    )  # fmt: skip
+
+
+def labels_of(runs: Sequence[Run]) -> list[str]:
+    """Return the labels that any of the runs learns, in the order of the runs and main labels first."""
+    return list(dict.fromkeys(label for run in runs for label in run.labels))
+
+
+def _rows_of(
+    variants: Sequence[Variant],
+    metrics: dict[str, dict[str, float]],
+    stats: dict[str, EvaluationStats],
+    confidence: float,
+) -> Iterator[MetricRow]:
+    """Yield a row for each metric of one label. metrics, stats: path -> what is known of the label."""
+    resampled: dict[str, dict[str, Floats]] = {}
+    if stats:
+        blocks, aucs = (
             {path: each.blocks for path, each in stats.items()},
             {path: each.auc for path, each in stats.items()},
         )
-        if stats
-        else {}
-    )
-    rows = []
-    for name in names:
-        values = [{run.path: found[run.path][1].get(name, math.nan) for run in each.runs} for each in variants]
-        differences: list[Difference | None] = [None] * len(variants)
-        if name in resampled and name in MEASURES:
-            measured = {path: value for each in values for path, value in each.items()}
-            differences[1:] = [
-                difference(variants[0].by_seed, each.by_seed, measured, resampled[name], confidence)
-                for each in variants[1:]
-            ]
-        rows.append(MetricRow(name, [sum(each.values()) / len(each) for each in values], differences))
-    return Comparison(
-        split, variants, differing_config(variants), rows, _others(variants),
-        notes + _notes(variants, found, bool(resampled)), confidence,
-    )  # fmt: skip
+        resampled = resampled_measures(blocks, aucs)
+    is_known = [all(run.path in stats for run in each.runs) for each in variants]
+    for name in dict.fromkeys(name for each in metrics.values() for name in each if name not in LEFT_OUT):
+        values = [{run.path: metrics[run.path].get(name, math.nan) for run in each.runs} for each in variants]
+        measured = {path: value for each in values for path, value in each.items()}
+        differences = [
+            difference(variants[0].by_seed, each.by_seed, measured, resampled[name], confidence)
+            if each is not variants[0] and name in resampled and is_known[0] and is_known[number]
+            else None
+            for number, each in enumerate(variants)
+        ]
+        yield MetricRow(name, [sum(each.values()) / len(each) for each in values], differences)
 
 
 def group(runs: Sequence[Run]) -> list[Variant]:
@@ -224,7 +240,13 @@ def describe(metric: str, letter: str, found: Difference) -> str:
     if not found.is_significant:
         return f"{letter}: no difference seen, {'+' if found.value >= 0 else '-'}{amount} {chance}"
     better = (found.value > 0) == is_higher_better(metric)
-    word = ("higher" if found.value > 0 else "lower") if metric == "calibration" else "better" if better else "worse"
+    word = (
+        ("higher" if found.value > 0 else "lower")
+        if metric_of(metric) == "calibration"
+        else "better"
+        if better
+        else "worse"
+    )
     if not found.seeds_known:
         return (
             f"{letter}'s one model is {word} on these rows by {amount} {chance}; one seed says nothing about its config"

@@ -15,10 +15,12 @@ from functools import cached_property
 from typing import Any
 
 from pipeline.config.saved_jobs import flatten, plain_values
+from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.extras.runs.evaluation_stats import list_stats
-from pipeline.runtime.errors import ConfigError, PlanError
+from pipeline.runtime.errors import ConfigError, DataError, PlanError
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.lease import held_by
+from pipeline.training.summary import by_label
 
 CONFIG, METRICS, SUMMARY, PLAN, STARTS, TAGS, TABLES, IMPORTANCE = (
     "config.yaml",
@@ -75,8 +77,38 @@ class Run:
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl in order, without incomplete lines."""
-        return [line for line in self._json_lines(METRICS) if {"kind", "step", "time"} <= line.keys()]
+        """Return the lines of metrics.jsonl in order, without incomplete lines. If the run has
+        several labels, the main label's metrics are there by their plain names too.
+        """
+        return [with_main(line) for line in self._json_lines(METRICS) if {"kind", "step", "time"} <= line.keys()]
+
+    @cached_property
+    def dataset(self) -> Dataset | None:
+        """Return the data set that the run was trained on, if it still exists."""
+        try:
+            return load_dataset(str(self.config.get("data", {}).get("path", "")))
+        except DataError:
+            return None
+
+    @cached_property
+    def labels(self) -> list[str]:
+        """Return the labels that the run learns, the main label first."""
+        measured = [*self.lines, *self.evaluations.values()]
+        found = dict.fromkeys(label for metrics in measured for label in by_label(metrics) if label)
+        name = str(self.config.get("data", {}).get("columns", {}).get("label", ""))
+        if self.dataset and name not in {label.name for label in self.dataset.all_labels}:
+            name = self.dataset.label
+        return list(found) or [name]
+
+    def name_of(self, metric: str, label: str) -> str:
+        """Return the name of a label's metric in `lines`; "" if the run does not learn the label."""
+        several = f"{label}/{metric}" if len(self.labels) > 1 else metric
+        return several if label in self.labels else ""
+
+    def of_label(self, metrics: dict[str, float], label: str) -> dict[str, float]:
+        """Return the label's metrics by their plain names; empty if the run does not learn the label."""
+        of_labels = by_label(metrics)
+        return of_labels.get("", of_labels.get(label, {})) if label in self.labels else {}
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -274,14 +306,19 @@ def describe_plan(run: Run) -> str:
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:
-    """Return the values that are numbers. If metrics have names such as label/ne (several labels),
-    add the main label's metrics with their plain names.
+    """Return the values that are numbers."""
+    return with_main(
+        {
+            name: value
+            for name, value in values.items()
+            if isinstance(value, (int, float)) and name not in ("step", "time")
+        }
+    )
+
+
+def with_main(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values. If names are such as label/ne (several labels), add the main label's
+    metrics with their plain names.
     """
-    found = {
-        name: value
-        for name, value in values.items()
-        if isinstance(value, (int, float)) and name not in ("step", "time")
-    }
-    if main := next((name.rpartition("/")[0] for name in found if "/" in name), ""):
-        found |= {name.removeprefix(f"{main}/"): value for name, value in found.items() if name.startswith(f"{main}/")}
-    return found
+    of_labels = by_label(values)
+    return values if "" in of_labels else values | next(iter(of_labels.values()))

@@ -14,8 +14,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.checkpoint.retention import is_higher_better, metric_of
-from pipeline.extras.runs.compare import choose_split
+from pipeline.checkpoint.retention import is_higher_better
+from pipeline.extras.runs.compare import choose_split, labels_of
 from pipeline.extras.runs.folder import TAGS, Run
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.agent import DAY_S, old_starts, remove_starts
@@ -23,21 +23,28 @@ from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.atomic import DAMAGED, DAMAGED_MANIFEST
 from pipeline.runtime.storage.lease import take_lease
 from pipeline.runtime.storage.manifest import MANIFEST
+from pipeline.training.summary import by_label
 
 SHOWN = ("ne", "auc", "gauc", "mse", "recall_at_10", "mrr")
 LOGS, CHECKPOINTS = "logs", "checkpoints"
-COLUMNS = ("run", "state", "step", "seed", "samples/s", "rank-hours", "last", "tags")
+COLUMNS = ("run", "state", "step", "seed", "split", "label")
+COSTS = ("samples/s", "rank-hours", "last", "tags")
 
 
 def sorted_runs(runs: Sequence[Run], by: str) -> list[Run]:
-    """Sort by "time", newest first, or by a metric, best first; runs without the metric are last.
+    """Sort by "time", newest first, or by a metric, best first; runs without the metric are last. A
+    plain name (ne) is of each run's main label, label/ne of `label`.
 
     Raises:
         ConfigError: no run has that metric.
     """
     if by == "time":
         return sorted(runs, key=lambda run: -_last_time(run))
-    values = {run.path: run.metrics(choose_split([run]))[1].get(by, math.nan) for run in runs}
+    label, _, metric = by.rpartition("/")
+    values = {
+        run.path: run.of_label(run.metrics(choose_split([run]))[1], label or run.labels[0]).get(metric, math.nan)
+        for run in runs
+    }
     if runs and all(math.isnan(value) for value in values.values()):
         known = sorted({name for run in runs for name in run.metrics(choose_split([run]))[1]})
         raise ConfigError(
@@ -48,20 +55,25 @@ def sorted_runs(runs: Sequence[Run], by: str) -> list[Run]:
 
 
 def as_text(runs: Sequence[Run]) -> str:
-    """Return a line per run with all metrics."""
-    measured = {run.path: (choose_split([run]), run.metrics(choose_split([run]))[1]) for run in runs}
-    known = dict.fromkeys(name for _, metrics in measured.values() for name in metrics)
-    names = [name for metric in SHOWN for name in known if metric_of(name) == metric]
-    header = [*COLUMNS[:4], "split", *names, *COLUMNS[4:]]
+    """Return a line per run with its metrics, and a line for each further label of a run."""
+    has_labels = len(labels_of(runs)) > 1
+    measured = {run.path: run.metrics(choose_split([run]))[1] for run in runs}
+    of_labels = {run.path: {label: run.of_label(measured[run.path], label) for label in run.labels} for run in runs}
+    known = {name for each in of_labels.values() for metrics in each.values() for name in metrics}
+    names = [name for name in SHOWN if name in known]
+    header = [*COLUMNS[: 6 if has_labels else 5], *names, *COSTS]
     rows = []
     for run in runs:
-        split, metrics = measured[run.path]
         speed = run.summary.get("throughput", {}).get("samples_per_s")
-        rows.append([
-            run.path, run.state, str(run.chosen_step), str(run.seed), split if metrics else "-",
-            *(f"{metrics[name]:.4f}" if name in metrics else "-" for name in names),
-            f"{speed:,.0f}" if speed else "-", f"{run.rank_hours:.3g}", _time(_last_time(run)), ",".join(run.tags),
-        ])  # fmt: skip
+        split = choose_split([run]) if measured[run.path] else "-"
+        begin = [run.path, run.state, str(run.chosen_step), str(run.seed), split]
+        end = [
+            f"{speed:,.0f}" if speed else "-", f"{run.rank_hours:.3g}", _time(_last_time(run)), ",".join(run.tags)
+        ]  # fmt: skip
+        for number, (label, metrics) in enumerate(of_labels[run.path].items()):
+            shown = [f"{metrics[name]:.4f}" if name in metrics else "-" for name in names]
+            of_run = (begin, end) if number == 0 else ([""] * len(begin), [""] * len(end))
+            rows.append([*of_run[0], *([label] if has_labels else []), *shown, *of_run[1]])
     widths = [max(len(row[index]) for row in [header, *rows]) for index in range(len(header))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -81,7 +93,9 @@ def describe_run(run: Run) -> list[str]:
         )
         lines.append(f"            {start.command}")
     for (split, step), metrics in sorted(run.evaluations.items()):
-        lines.append(f"{split:<11} step {step}: " + "  ".join(f"{name} {value:.5g}" for name, value in metrics.items()))
+        for label, of_label in by_label(metrics).items():
+            values = "  ".join(f"{name} {value:.5g}" for name, value in of_label.items())
+            lines.append(f"{split:<11} step {step}: {label}{': ' if label else ''}{values}")
     lines.append(f"cost        {run.seconds:,.0f} s, {run.rank_hours:.3g} rank-hours")
     return lines
 

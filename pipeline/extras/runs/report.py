@@ -6,11 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Any
 
 import yaml
 
-from pipeline.data.dataset import Dataset, load_dataset
+from pipeline.data.dataset import Dataset
 from pipeline.extras.pages.charts import Line, line_chart
 from pipeline.extras.runs.compare import choose_split
 from pipeline.extras.runs.evaluation_stats import EvaluationStats, read_stats
@@ -24,7 +23,7 @@ from pipeline.extras.runs.report_features import (
 )
 from pipeline.planner.explain import explain
 from pipeline.planner.plan_record import PlanDescription, read_view
-from pipeline.runtime.errors import DataError, PlanError, UserError
+from pipeline.runtime.errors import PlanError, UserError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.pages.html import fixed, render
 from pipeline.runtime.storage import storage
@@ -66,7 +65,7 @@ def try_report(path: str, has_ended: bool = False) -> str:
 def render_report(run: Run) -> str:
     split = choose_split([run])
     step, metrics = run.metrics(split)
-    stats, dataset, plan = stats_of(run, split, step), dataset_of(run), _plan_of(run)
+    stats, dataset, plan = stats_of(run, split, step), run.dataset, _plan_of(run)
     limit = dataset.bayes_auc.get(split) if dataset else None
     names = list(dict.fromkeys(name for values in run.evaluations.values() for name in values))
     bins, rates = stats.reliability if stats else [], _rates(run)
@@ -128,14 +127,6 @@ def stats_of(run: Run, split: str, step: int) -> EvaluationStats | None:
     try:
         return read_stats(run.stats[split, step]) if (split, step) in run.stats else None
     except UserError:
-        return None
-
-
-def dataset_of(run: Run) -> Dataset | None:
-    """Return the data set that the run was trained on, if it still exists."""
-    try:
-        return load_dataset(str(run.config.get("data", {}).get("path", "")))
-    except DataError:
         return None
 
 
@@ -206,14 +197,11 @@ def _rising_loss(run: Run) -> Iterator[str]:
             )
 
 
-def curve(run: Run, kind: str, metric: str, colour: str, marks: bool = False) -> Line:
-    """Return a metric as a curve over steps. If the run has several labels, it is the metric of the main label."""
-    found = ((line["step"], _value(line, metric)) for line in run.lines if line["kind"] == kind)
+def curve(run: Run, kind: str, metric: str, colour: str, label: str = "", marks: bool = False) -> Line:
+    """Return a metric as a curve over steps. label: whose metric it is, if it is a label's."""
+    name = run.name_of(metric, label) if label else metric
+    found = ((line["step"], line.get(name)) for line in run.lines if line["kind"] == kind)
     return Line(kind, colour, [(step, value) for step, value in found if value is not None], marks)
-
-
-def _value(line: dict[str, Any], metric: str) -> float | None:
-    return line.get(metric, next((line[name] for name in line if name.endswith(f"/{metric}")), None))
 
 
 def _quality(run: Run) -> Charts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from pipeline.extras.pages.charts import line_chart
-from pipeline.extras.runs.compare import Comparison, MetricRow, describe
+from pipeline.extras.runs.compare import Comparison, MetricRow, describe, labels_of
 from pipeline.extras.runs.report import COLOURS, curve, metric_text
 from pipeline.runtime.pages.html import render
 
@@ -13,8 +13,8 @@ CURVES = (
     ("validation", "Validation NE", "ne"),
     ("validation", "Validation AUC", "auc"),
     ("train", "Training NE", "ne"),
-    ("train", "Samples a second", "samples_per_s"),
 )
+SPEED = ("train", "Samples a second", "samples_per_s")
 
 
 def render_comparison(comparison: Comparison) -> str:
@@ -25,9 +25,12 @@ def render_comparison(comparison: Comparison) -> str:
     letters = [each.letter for each in variants]
     colours = {letter: COLOURS[index % len(COLOURS)] for index, letter in enumerate(letters)}
     charts = []
-    for kind, title, metric in CURVES:
+    labels = labels_of([run for each in variants for run in each.runs])
+    of_labels = [(label, *each) for label in labels for each in CURVES]
+    for label, kind, title, metric in [*of_labels, ("", *SPEED)]:
+        title = f"{label}: {title}" if label and len(labels) > 1 else title
         lines = [
-            curve(run, kind, metric, colours[each.letter], marks=kind == "validation")
+            curve(run, kind, metric, colours[each.letter], label, marks=kind == "validation")
             for each in variants
             for run in each.runs
         ]
