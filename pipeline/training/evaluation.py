@@ -28,8 +28,8 @@ logger = get_logger(__name__)
 class StatsCollector(Protocol):
     """Collects what an evaluation sees in addition to its metrics. The extra `runs` has one."""
 
-    def update(self, prediction: Any, batch: Batch) -> None:
-        """Local. The batches come in the reader's order."""
+    def update(self, clicks: dict[str, Any], batch: Batch) -> None:
+        """Local. `clicks` is as of clicks_of. The batches come in the reader's order."""
 
     def compute(self, split: str, step: int, metrics: dict[str, float]) -> object | None:
         """Collective: return what was collected on rank 0, None on other ranks."""
@@ -59,8 +59,7 @@ def evaluate_model(
     and MRR against the catalogue of the split (models.tasks.retrieval_metrics). `named_metrics` are
     registered metrics, added for each binary label (models.metrics).
 
-    `stats` receives each batch of the binary label, or of the main label if there are several. The
-    model's training mode is restored.
+    `stats` receives the binary labels of each batch. The model's training mode is restored.
 
     Raises:
         Preempted: on every rank, a few batches after any rank got SIGTERM. The measurements are dropped.
@@ -137,8 +136,8 @@ class _Measures:
         self._named.update(clicks)
         if self._groups:
             self._groups.update(clicks, batch.groups)
-        if self._stats and (main := clicks.get(main_prefix(self._task))) is not None:
-            self._stats.update(main, batch)
+        if self._stats and clicks:
+            self._stats.update(clicks, batch)
 
     def compute(self) -> dict[str, float]:
         """Return all metrics. Collective."""

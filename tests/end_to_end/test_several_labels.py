@@ -25,6 +25,7 @@ from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare.run import prepare
 from pipeline.extras.checkpoints.cli.checkpoints import list_checkpoints
 from pipeline.extras.checkpoints.config import CheckpointsJob
+from pipeline.extras.runs.evaluation_stats import read_stats
 from pipeline.extras.runs.folder import open_run
 from pipeline.extras.runs.listing import as_text
 from pipeline.retraining.gate import Scores, judge
@@ -124,6 +125,9 @@ def test_each_label_is_measured_by_its_name_and_learns(ranks: RankPool, trained:
     table = as_text([open_run(trained.run_dir)])
     assert [line.split()[-1] for line in table.splitlines()[2:]][-1] == f"{metrics['seconds/mse']:.4f}"
     assert all(f" {name} " in table for name in LABELS)
+    stats = read_stats(open_run(trained.run_dir).stats["validation", 48])
+    assert [each.label for each in (stats, *stats.others)] == ["click", "order"]
+    assert [each.blocks.rows.sum() for each in (stats, *stats.others)] == [400, metrics["order/num_samples"]]
     measured = ranks.run(1, _evaluate, trained.run_dir)[0]
     assert measured == pytest.approx(metrics, abs=2e-4)
 

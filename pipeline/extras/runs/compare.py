@@ -129,16 +129,19 @@ def compare(runs: Sequence[Run], split: str | None = None, confidence: float = 0
     labels, rows = labels_of(runs), []
     for label in labels:
         of_label = {run.path: run.of_label(found[run.path][1], label) for run in runs}
-        for row in _rows_of(
-            variants,
-            of_label,
-            {run.path: stats[run.path] for run in runs if run.path in stats and run.labels[0] == label},
-            confidence,
-        ):
+        known = {path: each.of_label(label) for path, each in stats.items() if of_label[path]}
+        paired = {path: each for path, each in known.items() if each is not None}
+        if not same_rows([each.blocks for each in paired.values()]):
+            whose = f" for {label}" if len(labels) > 1 else ""
+            notes.append(
+                f"no intervals{whose}: the runs were measured on other rows of the {split} split, so they cannot be paired"
+            )
+            paired = {}
+        for row in _rows_of(variants, of_label, paired, confidence):
             rows.append(replace(row, name=f"{label}/{row.name}") if len(labels) > 1 else row)
     return Comparison(
         split, variants, differing_config(variants), rows, _others(variants),
-        notes + _notes(variants, found, bool(stats)), confidence,
+        notes + _notes(variants, found, any(any(row.differences) for row in rows)), confidence,
     )  # fmt: skip
 
 
@@ -156,11 +159,8 @@ def _rows_of(
     """Yield a row for each metric of one label. metrics, stats: path -> what is known of the label."""
     resampled: dict[str, dict[str, Floats]] = {}
     if stats:
-        blocks, aucs = (
-            {path: each.blocks for path, each in stats.items()},
-            {path: each.auc for path, each in stats.items()},
-        )
-        resampled = resampled_measures(blocks, aucs)
+        blocks = {path: each.blocks for path, each in stats.items()}
+        resampled = resampled_measures(blocks, {path: each.auc for path, each in stats.items()})
     is_known = [all(run.path in stats for run in each.runs) for each in variants]
     for name in dict.fromkeys(name for each in metrics.values() for name in each if name not in LEFT_OUT):
         values = [{run.path: metrics[run.path].get(name, math.nan) for run in each.runs} for each in variants]
@@ -209,15 +209,7 @@ def read_all_stats(
     if missing:
         how = f"python -m pipeline evaluate {word('run', missing[0])} split={split} step={steps[missing[0]]}"
         return {}, [f"no intervals: {missing[0]} has no statistics of the rows that it was measured on; {how}"]
-    found = {run.path: read_stats(run.stats[split, steps[run.path]]) for run in runs}
-    first = found[runs[0].path]
-    if any(len(each.blocks.rows) != len(first.blocks.rows) for each in found.values()) or not same_rows(
-        [each.blocks for each in found.values()]
-    ):
-        return {}, [
-            f"no intervals: the runs were measured on other rows of the {split} split, so they cannot be paired"
-        ]
-    return found, []
+    return {run.path: read_stats(run.stats[split, steps[run.path]]) for run in runs}, []
 
 
 def differing_config(variants: Sequence[Variant]) -> dict[str, list[str]]:

@@ -3,7 +3,8 @@
 
 A block is a part of the split's files. It has the same rows in every run over this split, so the
 blocks of two runs can be paired. All sums are weighted by the rows' sample weights. One Parquet
-file has a row per block, and everything else as JSON in the file's metadata.
+file has a row per block, and everything else as JSON in the file's metadata. Columns of a second
+label are named <label>/<column>.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -93,9 +94,14 @@ class Blocks:
     auc_term: Floats
 
 
+COLUMNS = tuple(each.name for each in fields(Blocks))
+
+
 @dataclass(frozen=True)
 class EvaluationStats:
-    """The statistics of an evaluation. Blocks, bins and slices are computed for the main label."""
+    """The statistics of an evaluation, for one binary label. `label` is empty if the run has only
+    one label. `others` has the statistics of further labels.
+    """
 
     split: str
     step: int
@@ -104,10 +110,16 @@ class EvaluationStats:
     blocks: Blocks
     reliability: list[Bin] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)
+    label: str = ""
+    others: tuple[EvaluationStats, ...] = ()
 
     @property
     def auc(self) -> float:
-        return next((value for name, value in self.metrics.items() if name.rpartition("/")[2] == "auc"), math.nan)
+        return self.metrics.get(f"{self.label}/auc" if self.label else "auc", math.nan)
+
+    def of_label(self, label: str) -> EvaluationStats | None:
+        """Return the statistics of a label; None if there are none, as for a regression."""
+        return next((each for each in (self, *self.others) if each.label in ("", label)), None)
 
 
 def summarize_rows(
@@ -202,25 +214,24 @@ def write_stats(path: str, stats: EvaluationStats) -> None:
         "step": stats.step,
         "dataset": stats.dataset,
         "metrics": {name: value for name, value in stats.metrics.items() if np.isfinite(value)},
-        "reliability": [[each.rows, each.prediction, each.label_rate] for each in stats.reliability],
-        "slices": [
-            [
-                each.feature,
-                each.id,
-                each.rows,
-                each.weight,
-                each.weight_squares,
-                each.labels,
-                each.predictions,
-                each.loss,
-            ]
-            for each in stats.slices
-        ],
+        **_lists(stats),
+        "others": [_lists(each) for each in stats.others],
     }
-    table = pa.table({name.name: getattr(stats.blocks, name.name) for name in fields(Blocks)})
+    columns = {name: getattr(stats.blocks, name) for name in COLUMNS}
+    for each in stats.others:
+        columns |= {f"{each.label}/{name}": getattr(each.blocks, name) for name in COLUMNS}
+    table = pa.table(columns)
     buffer = pa.BufferOutputStream()
     pq.write_table(table.replace_schema_metadata({KEY: json.dumps(about).encode()}), buffer, compression="zstd")
     storage.publish_bytes(path, buffer.getvalue().to_pybytes())
+
+
+def _lists(stats: EvaluationStats) -> dict[str, Any]:
+    return {
+        "label": stats.label,
+        "reliability": [list(astuple(each)) for each in stats.reliability],
+        "slices": [list(astuple(each)) for each in stats.slices],
+    }
 
 
 def list_stats(run: str) -> dict[tuple[str, int], str]:
@@ -270,6 +281,17 @@ def _about(path: str) -> Any:
         raise DamagedError(f"{path} cannot be read ({error})") from None
 
 
+def _read_label(about: Any, lists: Any, table: Any, prefix: str) -> EvaluationStats:
+    blocks = Blocks(**{name: table[prefix + name].to_numpy() for name in COLUMNS})
+    metrics: dict[str, float] = about["metrics"]
+    # files of earlier releases have the main label only, without its name
+    first = next((name.rpartition("/")[0] for name in metrics if "/" in name), "")
+    reliability, slices = [Bin(*each) for each in lists["reliability"]], [Slice(*each) for each in lists["slices"]]
+    return EvaluationStats(
+        about["split"], about["step"], about["dataset"], metrics, blocks, reliability, slices, lists.get("label", first)
+    )
+
+
 def read_stats(path: str) -> EvaluationStats:
     """Read statistics. Raises DamagedError for a file that write_stats did not write."""
     import pyarrow as pa
@@ -279,10 +301,7 @@ def read_stats(path: str) -> EvaluationStats:
         with storage.open_file(path, "rb") as file:
             table = pq.read_table(pa.BufferReader(file.read()))
         about = json.loads(table.schema.metadata[KEY])
-        blocks = Blocks(**{name.name: table[name.name].to_numpy() for name in fields(Blocks)})
-        reliability, slices = [Bin(*each) for each in about["reliability"]], [Slice(*each) for each in about["slices"]]
-        return EvaluationStats(
-            about["split"], about["step"], about["dataset"], about["metrics"], blocks, reliability, slices
-        )
+        others = tuple(_read_label(about, each, table, f"{each['label']}/") for each in about.get("others", ()))
+        return replace(_read_label(about, about, table, ""), others=others)
     except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
         raise DamagedError(f"{path} cannot be read ({error}); evaluate the run again to write it") from None

@@ -134,7 +134,7 @@ def _quantile(confidence: float, freedom: float = math.inf) -> float:
 
 def same_rows(blocks: Sequence[Blocks]) -> bool:
     """Return True if all evaluations used the same rows, judged by the sizes and labels of blocks."""
-    first = blocks[0]
     return all(
-        np.array_equal(each.rows, first.rows) and np.array_equal(each.labels, first.labels) for each in blocks[1:]
+        np.array_equal(each.rows, blocks[0].rows) and np.array_equal(each.labels, blocks[0].labels)
+        for each in blocks[1:]
     )

@@ -12,6 +12,7 @@ from pipeline.runtime.pages.html import render
 CURVES = (
     ("validation", "Validation NE", "ne"),
     ("validation", "Validation AUC", "auc"),
+    ("validation", "Validation MSE", "mse"),
     ("train", "Training NE", "ne"),
 )
 SPEED = ("train", "Samples a second", "samples_per_s")

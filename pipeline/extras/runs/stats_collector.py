@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from pipeline.data.quality import log_losses, probabilities
 from pipeline.data.read.batch import Batch, first_ids
 from pipeline.data.read.reader import ShardReader
-from pipeline.extras.runs.evaluation_stats import MAX_BLOCKS, EvaluationStats, Slice, summarize_rows
+from pipeline.extras.runs.evaluation_stats import MAX_BLOCKS, Bin, Blocks, EvaluationStats, Slice, summarize_rows
 from pipeline.models.tasks.click_metrics import EXACT_ROWS, gather_to_main
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.distributed import DistributedContext
@@ -26,28 +27,53 @@ HEAD_IDS = (
 
 
 class StatsCollector:
-    """Collects statistics. Every rank has one collector for each evaluation. It keeps 13 bytes per
-    row; rank 0 gets the rows of all ranks at the end. If all ranks have more than `max_rows`
-    rows together, nothing is kept. Slices are computed for features that use the data set's ids.
-    """
+    """Collects statistics of each binary label. Every rank has one collector for each evaluation."""
 
     def __init__(self, reader: ShardReader, context: DistributedContext, max_rows: int = EXACT_ROWS) -> None:
+        self._make = lambda: LabelRows(reader, context, max_rows)
+        self._labels: dict[str, LabelRows] = {}  # by the prefix of the label's metrics
+        self._dataset, self._positions = reader.dataset_fingerprint, reader.positions(epoch=0)
+
+    def update(self, clicks: dict[str, Any], batch: Batch) -> None:
+        """Local: add a batch, in the reader's order. clicks: prefix -> a prediction with logits,
+        labels and sample_weights [batch].
+        """
+        positions = next(self._positions)
+        for prefix, prediction in clicks.items():
+            if prefix not in self._labels:
+                self._labels[prefix] = self._make()
+            self._labels[prefix].update(prediction, batch, positions)
+
+    def compute(self, split: str, step: int, metrics: dict[str, float]) -> EvaluationStats | None:
+        """Collective: return the statistics on rank 0, of the first label with those of other
+        labels in `others`. None if no label has any, and on other ranks. All ranks have seen
+        batches of the same labels.
+        """
+        found = []
+        for prefix, rows in self._labels.items():
+            if sums := rows.compute(f"{split} {prefix.removesuffix('/')}".rstrip()):
+                found.append(EvaluationStats(split, step, self._dataset, metrics, *sums, prefix.removesuffix("/")))
+        return replace(found[0], others=tuple(found[1:])) if found else None
+
+
+class LabelRows:
+    """Collects statistics of one label on one rank. It keeps 13 bytes per row; rank 0 gets the rows
+    of all ranks at the end. If all ranks have more than `max_rows` rows together, nothing is kept.
+    Slices are computed for features that use the data set's ids.
+    """
+
+    def __init__(self, reader: ShardReader, context: DistributedContext, max_rows: int) -> None:
         self._max_rows, self._num_kept, self._is_too_long = max_rows, 0, False
-        self._dataset, self._features = reader.dataset_fingerprint, reader.plain_features
-        self._context, self._positions, self._num_rows = context, reader.positions(epoch=0), reader.num_rows
+        self._features, self._context, self._num_rows = reader.plain_features, context, reader.num_rows
         self._num_blocks = min(MAX_BLOCKS, reader.num_rows)
         # rows, weights, squared weights, and weighted labels, predictions, losses
         self._sums = np.zeros((6, len(self._features) * HEAD_IDS))
         self._rows: list[tuple[torch.Tensor, ...]] = []
 
-    def update(self, prediction: Any, batch: Batch) -> None:
-        """Local: add a batch, in the reader's order.
-
-        `prediction` has logits, labels and sample_weights [batch].
-        """
+    def update(self, prediction: Any, batch: Batch, positions: NDArray[np.integer]) -> None:
+        """Local: add a batch, whose rows are at `positions` of the split."""
         if self._is_too_long:
             return
-        positions = next(self._positions)
         real = (prediction.sample_weights > 0).cpu().numpy()
         logits, labels, weights = (
             getattr(prediction, name).float().cpu().numpy()[real] for name in ("logits", "labels", "sample_weights")
@@ -71,9 +97,9 @@ class StatsCollector:
             for sums, value in zip(self._sums, values, strict=True):
                 sums[at] += np.bincount(ids[head], None if value is None else value[head], HEAD_IDS)
 
-    def compute(self, split: str, step: int, metrics: dict[str, float]) -> EvaluationStats | None:
-        """Collective: return the statistics on rank 0, or None if there are no rows or too many;
-        None on other ranks.
+    def compute(self, name: str) -> tuple[Blocks, list[Bin], list[Slice]] | None:
+        """Collective: return the sums on rank 0, or None if there are no rows or too many; None on
+        other ranks.
         """
         num_rows = torch.tensor(
             self._num_kept, device=self._context.device
@@ -83,7 +109,7 @@ class StatsCollector:
             logger.info(
                 "%s  no statistics of blocks, slices and reliability: the evaluation has more than %s "
                 "rows, and rank 0 would hold all of them",
-                split,
+                name,
                 f"{self._max_rows:,}",
             )
             return None
@@ -98,8 +124,7 @@ class StatsCollector:
         if not self._context.is_main or not len(logits):
             return None
         sums_of_blocks, reliability = summarize_rows(blocks, logits, labels, self._num_blocks, weights)
-        slices = self._slices(sums.cpu().numpy())
-        return EvaluationStats(split, step, self._dataset, metrics, sums_of_blocks, reliability, slices)
+        return sums_of_blocks, reliability, self._slices(sums.cpu().numpy())
 
     def _slices(self, sums: NDArray[np.float64]) -> list[Slice]:
         found = [

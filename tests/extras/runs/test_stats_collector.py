@@ -28,9 +28,10 @@ def _rows_in_details(rank: int, world_size: int, max_rows: int) -> tuple[int, fl
     collector = StatsCollector(cast(Any, reader), context, max_rows)
     for _ in positions:
         labels = torch.arange(BATCH).float() % 2
-        collector.update(Prediction(torch.tensor(0.0), labels - 0.3, labels, torch.ones(BATCH)), cast(Any, None))
+        prediction = Prediction(torch.tensor(0.0), labels - 0.3, labels, torch.ones(BATCH))
+        collector.update({"": prediction}, cast(Any, None))
     details = collector.compute("validation", 1, {})
-    held = sum(len(labels) for _, _, labels, _ in collector._rows)
+    held = sum(len(labels) for _, _, labels, _ in collector._labels[""]._rows)
     return held, None if details is None else float(details.blocks.rows.sum())
 
 
