@@ -31,7 +31,15 @@ from pipeline.runtime.storage import storage
 FILE = "report.html"
 MAX_EVALUATIONS = 40  # the last ones, shown on the page
 COLOURS = tuple(f"run_{number}" for number in range(1, 7))
-QUALITY = (("NE", "ne"), ("Log loss, nats", "logloss"), ("AUC", "auc"), ("Calibration (1 is best)", "calibration"))
+TITLES = {
+    "ne": "NE",
+    "logloss": "Log loss, nats",
+    "auc": "AUC",
+    "calibration": "Calibration (1 is best)",
+    "mse": "Mean squared error",
+    "mae": "Mean absolute error",
+    "r2": "R²",
+}
 MACHINE = (
     ("Samples a second", "samples_per_s"),
     ("Waiting for input, %", "input_stall_percent"),
@@ -65,11 +73,11 @@ def try_report(path: str, has_ended: bool = False) -> str:
 def render_report(run: Run) -> str:
     split = choose_split([run])
     step, metrics = run.metrics(split)
-    stats, dataset, plan = stats_of(run, split, step), run.dataset, _plan_of(run)
-    limit = dataset.bayes_auc.get(split) if dataset else None
-    names = list(dict.fromkeys(name for values in run.evaluations.values() for name in values))
-    bins, rates = stats.reliability if stats else [], _rates(run)
-    points = [(each.prediction, each.label_rate) for each in bins]
+    found, dataset, plan = stats_of(run, split, step), run.dataset, _plan_of(run)
+    of_labels = {label: stats for label in run.labels if found and (stats := found.of_label(label))}
+    stats, rates = of_labels.get(run.labels[0]), _rates(run)
+    several = len(run.labels) > 1
+    names, evaluations = _evaluations(run)
     has_features = dataset is not None and (dataset.sparse_features or dataset.dense_features)
     return render(
         "extras/runs/report.html",
@@ -77,18 +85,14 @@ def render_report(run: Run) -> str:
         run=run,
         split=split,
         num_ranks=run.starts[-1].world_size if run.starts else run.config.get("world_size", 1),
-        cards=_cards(run, f"on the {split} split, step {step:,}", step, metrics, limit),
-        warnings=list(warnings_of(run, metrics, stats)),
-        quality=_quality(run),
-        stats=stats,
-        reliability=line_chart(
-            "label rate over mean prediction", "label rate", [Line(split, "validation", points, marks=True)],
-            "mean prediction", diagonal=True,
-        ),
-        bins=[
-            [f"{each.rows:,}", fixed(each.prediction), fixed(each.label_rate),
-             fixed(each.prediction / each.label_rate, ".3f") if each.label_rate else "-"]
-            for each in bins
+        several=several,
+        not_learnt=[each.name for each in dataset.all_labels if each.name not in run.labels] if dataset else [],
+        cards=_cards(run, split, step, metrics),
+        warnings=list(warnings_of(run, metrics, found)),
+        quality=[(label, charts) for label in run.labels if (charts := _quality(run, label))],
+        reliability=[
+            (label if several else "", chart, bins)
+            for label, each in of_labels.items() for chart, bins in [_reliability(each, split)] if bins
         ],
         rates=line_chart("learning rates over steps", "", rates, log=True),
         rate_names=[(line.colour, line.name) for line in rates],
@@ -96,19 +100,19 @@ def render_report(run: Run) -> str:
         features=feature_rows(dataset, stats, run) if dataset is not None and has_features else [],
         FEATURE_HEADINGS=FEATURE_HEADINGS,
         importance=importance_chart(run),
-        slices=slice_rows(dataset, stats, run),
+        slices=[
+            [*([label] if several else []), *row]
+            for label, each in of_labels.items() for row in slice_rows(dataset, each, run)
+        ],
         MIN_SLICE_ROWS=MIN_SLICE_ROWS,
         metric_names=names,
-        evaluations=[
-            [split, f"{step:,}", *(metric_text(values.get(name)) for name in names)]
-            for (split, step), values in list(run.evaluations.items())[-MAX_EVALUATIONS:]
-        ],
+        evaluations=evaluations,
         plan=plan,
         sharding_types=_sharding_types(plan) if plan else "",
         explained=explain(plan) if plan else "",
         dataset=dataset,
         data_path=str(run.config.get("data", {}).get("path", "?")),
-        splits=_splits(dataset) if dataset else [],
+        splits=_splits(dataset, run.labels[0]) if dataset else [],
         starts=[
             [each.time, f"{each.from_step:,}", each.host, str(each.world_size), each.commit or each.version, each.command]
             for each in run.starts
@@ -138,16 +142,21 @@ def _plan_of(run: Run) -> PlanDescription | None:
         return None
 
 
-def _cards(run: Run, of: str, step: int, metrics: dict[str, float], limit: float | None) -> list[tuple[str, str]]:
-    """Return pairs of a large figure and its description. limit: the best possible AUC on the split."""
-    of += " (the best)" if run.summary.get("best_step") == step else ""
-    titles = (("NE", "ne"), ("AUC", "auc"))
-    cards = [(f"{metrics[name]:.4f}", f"{title} {of}") for title, name in titles if name in metrics]
-    if limit and "auc" in metrics:
-        share = (metrics["auc"] - 0.5) / (limit - 0.5)
-        cards.append((f"{100 * share:.1f} %", f"of the lift that the data allow: their best AUC is {limit:.4f}"))
-    if not cards:
-        cards = [(f"{value:.4f}", f"{name} {of}") for name, value in list(metrics.items())[:2]]
+def _cards(run: Run, split: str, step: int, metrics: dict[str, float]) -> list[tuple[str, str]]:
+    """Return pairs of a large figure and its description."""
+    cards = []
+    best = " (the best)" if run.summary.get("best_step") == step else ""
+    for label in run.labels:
+        measured, whose = run.of_label(metrics, label), f"{label}: " if len(run.labels) > 1 else ""
+        titles = [(title, name) for title, name in (("NE", "ne"), ("AUC", "auc")) if name in measured]
+        titles = titles or [(TITLES.get(name, name), name) for name in list(measured)[:2]]
+        of = f"on the {split} split, step {step:,}{best}"
+        cards += [(f"{measured[name]:.4f}", f"{whose}{title} {of}") for title, name in titles]
+        limit = run.dataset.best_auc(split, label) if run.dataset else None
+        if limit and "auc" in measured:
+            share = (measured["auc"] - 0.5) / (limit - 0.5)
+            text = f"{whose}of the lift that the data allow: their best AUC is {limit:.4f}"
+            cards.append((f"{100 * share:.1f} %", text))
     if speed := run.summary.get("throughput", {}).get("samples_per_s"):
         cards.append((f"{speed:,.0f}", "samples a second"))
     return [*cards, (_duration(run.seconds), f"of training; {run.rank_hours:.3g} rank-hours")]
@@ -159,10 +168,13 @@ def warnings_of(run: Run, metrics: dict[str, float], stats: EvaluationStats | No
         yield f"The run has not ended: it stopped at step {run.step:,}. Run the same command again to resume."
     if not metrics:
         yield "The run has not been evaluated."
-    calibration = metrics.get("calibration", 1.0)
-    if is_off := math.isfinite(calibration) and not 0.95 <= calibration <= 1.05:
-        side = "high" if calibration > 1 else "low"
-        yield f"Predictions are {abs(calibration - 1):.0%} too {side} on average (calibration {calibration:.3f})."
+    is_off = False
+    for label in run.labels:
+        calibration = run.of_label(metrics, label).get("calibration", 1.0)
+        if math.isfinite(calibration) and not 0.95 <= calibration <= 1.05:
+            side, is_off = "high" if calibration > 1 else "low", True
+            whose = f"Predictions of {label}" if len(run.labels) > 1 else "Predictions"
+            yield f"{whose} are {abs(calibration - 1):.0%} too {side} on average (calibration {calibration:.3f})."
     throughput = run.summary.get("throughput", {})
     if throughput.get("tier_stall_percent", 0.0) > 20:
         yield (
@@ -171,30 +183,32 @@ def warnings_of(run: Run, metrics: dict[str, float], stats: EvaluationStats | No
         )
     if (stall := throughput.get("input_stall_percent", 0.0)) > 20:
         yield f"Training waited for input {stall:.0f} % of the time: see data.reader.decode_threads."
-    remarks = [
-        each for each in run.summary.get("remarks", []) if not (is_off and each.startswith("predictions are too"))
-    ]
-    yield from (f"{each[:1].upper()}{each[1:]}." for each in remarks)
+    names = tuple(run.labels) if len(run.labels) > 1 else ()
+    for each in run.summary.get("remarks", []):
+        if not (is_off and "predictions are too" in each):
+            yield f"{each if each.startswith(names) else each[:1].upper() + each[1:]}."
     if bad := run.summary.get("num_bad_rows"):
         yield f"{bad:,} bad rows were left out; the folder quarantine lists them."
     if run.starts and (commit := run.starts[-1].commit).endswith("-dirty"):
         yield f"The code had changes beyond commit {commit.removesuffix('-dirty')}: git cannot restore it."
     yield from _rising_loss(run)
-    if stats is None and metrics:
+    if stats is None and any(run.of_label(metrics, label).keys() & {"auc", "calibration"} for label in run.labels):
         yield "The evaluation has no statistics: evaluate the run again to see calibration by prediction and slices."
 
 
 def _rising_loss(run: Run) -> Iterator[str]:
-    measured = {
-        step: each["ne"] for (split, step), each in run.evaluations.items() if split == "validation" and "ne" in each
-    }
-    if len(measured) > 2:
-        best, last = min(measured, key=lambda step: measured[step]), max(measured)
-        if best < last and measured[best] < measured[last] - 0.0005:
-            yield (
-                f"NE on the validation split was best at step {best:,} ({measured[best]:.4f}) and "
-                f"{measured[last]:.4f} at the end: set early_stop=auc to keep the best step."
-            )
+    for label in run.labels:
+        found = {
+            step: run.of_label(each, label) for (split, step), each in run.evaluations.items() if split == "validation"
+        }
+        measured = {step: each["ne"] for step, each in found.items() if "ne" in each}
+        if len(measured) > 2:
+            best, last = min(measured, key=lambda step: measured[step]), max(measured)
+            if best < last and measured[best] < measured[last] - 0.0005:
+                yield (
+                    f"NE {f'of {label} ' if len(run.labels) > 1 else ''}on the validation split was best at step {best:,} "
+                    f"({measured[best]:.4f}) and {measured[last]:.4f} at the end: set early_stop=auc to keep the best step."
+                )
 
 
 def curve(run: Run, kind: str, metric: str, colour: str, label: str = "", marks: bool = False) -> Line:
@@ -204,10 +218,44 @@ def curve(run: Run, kind: str, metric: str, colour: str, label: str = "", marks:
     return Line(kind, colour, [(step, value) for step, value in found if value is not None], marks)
 
 
-def _quality(run: Run) -> Charts:
+def _evaluations(run: Run) -> tuple[list[str], list[list[str]]]:
+    """Return the names of the metrics, and a row for each evaluation, or for each label of an evaluation."""
+    rows = [
+        (where, label, run.of_label(metrics, label))
+        for where, metrics in list(run.evaluations.items())[-MAX_EVALUATIONS:]
+        for label in run.labels
+    ]
+    names = list(dict.fromkeys(name for _, _, values in rows for name in values))
+    return names, [
+        [
+            split,
+            f"{step:,}",
+            *([label] if len(run.labels) > 1 else []),
+            *(metric_text(values.get(name)) for name in names),
+        ]
+        for (split, step), label, values in rows
+    ]
+
+
+def _reliability(stats: EvaluationStats, split: str) -> tuple[str, list[list[str]]]:
+    """Return the chart, and its numbers as rows."""
+    points = [(each.prediction, each.label_rate) for each in stats.reliability]
+    lines = [Line(split, "validation", points, marks=True)]
+    chart = line_chart("label rate over mean prediction", "label rate", lines, "mean prediction", diagonal=True)
+    return chart, [
+        [f"{each.rows:,}", fixed(each.prediction), fixed(each.label_rate),
+         fixed(each.prediction / each.label_rate, ".3f") if each.label_rate else "-"]
+        for each in stats.reliability
+    ]  # fmt: skip
+
+
+def _quality(run: Run, label: str) -> Charts:
     charts = []
-    for title, metric in QUALITY:
-        lines = [curve(run, "train", metric, "train"), curve(run, "validation", metric, "validation", marks=True)]
+    for metric, title in TITLES.items():
+        lines = [
+            curve(run, "train", metric, "train", label),
+            curve(run, "validation", metric, "validation", label, marks=True),
+        ]
         charts.append((title, line_chart(f"{title} over steps", metric, lines)))
     return [(title, chart) for title, chart in charts if chart]
 
@@ -235,10 +283,11 @@ def _sharding_types(plan: PlanDescription) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
 
 
-def _splits(dataset: Dataset) -> list[list[str]]:
+def _splits(dataset: Dataset, label: str) -> list[list[str]]:
+    """Return the rows of each split. The label rate is of the data set's main label."""
     return [
         [name, f"{split.num_rows:,}", fixed(split.label_rate) if split.num_rows else "-",
-         fixed(dataset.bayes_auc.get(name))]
+         fixed(dataset.best_auc(name, label))]
         for name in ("train", "validation", "test") if (split := dataset.splits.get(name))
     ]  # fmt: skip
 
