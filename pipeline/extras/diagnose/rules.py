@@ -45,19 +45,23 @@ logger = get_logger("pipeline.diagnose")
 
 
 class Facts:
-    """What is known of a run. Each fact is computed when a check asks for it."""
+    """What is known of a label of a run. Each fact is computed when a check asks for it."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.dataset = run.dataset
-        self.step, self.metrics = run.metrics("validation")
+    def __init__(self, run: Run, label: str) -> None:
+        self.run, self.label, self.dataset = run, label, run.dataset
+        self.step, metrics = run.metrics("validation")
+        self.metrics = run.of_label(metrics, label)
+        counts = [run.of_label(metrics, each).get("num_samples", 0) for each in run.labels]
+        # of the rows, those that have the label: a masked label counts in a part of them
+        self.share = self.metrics.get("num_samples", 1) / (max(counts) or 1)
+        self.importance = run.importance if label == run.labels[0] else {}
 
     @cached_property
     def rows(self) -> dict[str, SplitRows]:
-        """Split -> rows; empty if the data set is gone, or its main label is not binary."""
+        """Split -> rows; empty if the data set is gone, or the label is not binary, or masked."""
         if self.dataset is None:
             return {}
-        label = next((each for each in self.dataset.all_labels if each.name == self.run.labels[0]), None)
+        label = next((each for each in self.dataset.all_labels if each.name == self.label), None)
         if label is None or label.kind != "binary" or label.mask is not None:
             return {}
         return read_splits(str(self.run.config["data"]["path"]), self.dataset, label.name)
@@ -69,12 +73,17 @@ class Facts:
     @cached_property
     def train_ne(self) -> list[tuple[int, float]]:
         """(step, NE of the training rows since the last line)."""
-        return [(line["step"], line["ne"]) for line in self.run.lines if line["kind"] == "train" and "ne" in line]
+        name = self.run.name_of("ne", self.label)
+        return [(line["step"], line[name]) for line in self.run.lines if line["kind"] == "train" and name in line]
 
     @cached_property
     def validation_ne(self) -> list[tuple[int, float]]:
-        found = sorted(self.run.evaluations.items())
-        return [(step, each["ne"]) for (split, step), each in found if split == "validation" and "ne" in each]
+        found = [
+            (step, self.run.of_label(each, self.label))
+            for (split, step), each in sorted(self.run.evaluations.items())
+            if split == "validation"
+        ]
+        return [(step, each["ne"]) for step, each in found if "ne" in each]
 
     @property
     def batch(self) -> int:
@@ -87,7 +96,7 @@ class Facts:
     @cached_property
     def stats(self) -> EvaluationStats | None:
         try:
-            return read_stats(self.run.stats["validation", self.step]) if self.metrics else None
+            return read_stats(self.run.stats["validation", self.step]).of_label(self.label) if self.metrics else None
         except (KeyError, UserError):
             return None
 
@@ -117,7 +126,7 @@ def _diverged(facts: Facts) -> str:
     if worst > DIVERGED_NE:
         return f"training NE {worst:.4g} at step {step}"
     lines = max(int(facts.run.config["trainer"]["log_every_steps"]), 1)
-    error = 1 / math.sqrt(facts.batch * lines)
+    error = 1 / math.sqrt(max(facts.batch * lines * facts.share, 1))
     if last > RISEN * least and last - least > CERTAIN * error and facts.metrics.get("ne", 1.0) > 0.98:
         return f"training NE rose from {least:.4f} to {last:.4f}"
     return ""
@@ -190,7 +199,7 @@ def _leak(facts: Facts) -> str:
     found = []
     if best > LEAK_AUC and facts.auc_error < 0.02:
         found.append(f"{name} alone ranks the validation rows with AUC {best:.4f}")
-    ranked = sorted(facts.run.importance.items(), key=lambda each: -each[1][0])
+    ranked = sorted(facts.importance.items(), key=lambda each: -each[1][0])
     if len(ranked) > 1 and ranked[0][1][0] > max(LEAK_IMPORTANCE, LEAK_FACTOR * ranked[1][1][0]):
         (first, (rise, error)), (second, (less, _)) = ranked[:2]
         found.append(f"NE rises by {rise:.3f} ± {2 * error:.3f} without {first}, by {less:.3f} without {second}")
@@ -286,7 +295,7 @@ def _no_signal(facts: Facts) -> str:
 
 def _dead_feature(facts: Facts) -> str:
     rows = facts.run.importance_of[2]
-    dead = [name for name, (rise, error) in facts.run.importance.items() if rise == 0.0 and error == 0.0]
+    dead = [name for name, (rise, error) in facts.importance.items() if rise == 0.0 and error == 0.0]
     train = facts.rows.get("train")
     dead = [name for name in dead if train is None or empty_share(train, name) < 0.999]
     if rows < MIN_ROWS or not dead:
@@ -405,15 +414,22 @@ class Problem:
 
 
 def find_problems(run: Run) -> list[Problem]:
-    """Return the findings in the order of RULES, without those that another finding explains."""
-    facts = Facts(run)
-    found = {rule.key: numbers for rule in RULES if (numbers := rule.check(facts))}
-    explained = {key for rule in RULES if rule.key in found for key in rule.explains if key != rule.key}
+    """Return the findings of all labels in the order of RULES, without those that another finding
+    explains. A finding that only some labels have begins with their names.
+    """
+    labels_of: dict[tuple[int, str], list[str]] = {}  # number of the rule, and numbers -> labels
+    for label in run.labels:
+        facts = Facts(run, label)
+        found = {rule.key: numbers for rule in RULES if (numbers := rule.check(facts))}
+        explained = {key for rule in RULES if rule.key in found for key in rule.explains if key != rule.key}
+        for number, rule in enumerate(RULES):
+            if rule.key in found and rule.key not in explained:
+                labels_of.setdefault((number, found[rule.key]), []).append(label)
     problems = []
-    for rule in RULES:
-        if rule.key in found and rule.key not in explained:
-            following = rule.next_step.replace("{run}", run.path)
-            problems.append(Problem(rule.key, f"{rule.diagnosis} ({found[rule.key]}). Next: {following}"))
+    for (number, numbers), labels in sorted(labels_of.items(), key=lambda each: each[0][0]):
+        rule, whose = RULES[number], "" if len(labels) == len(run.labels) else f"{', '.join(labels)}: "
+        following = rule.next_step.replace("{run}", run.path)
+        problems.append(Problem(rule.key, f"{whose}{rule.diagnosis} ({numbers}). Next: {following}"))
     return problems
 
 
