@@ -173,22 +173,22 @@ class TrainJob(Job):
     @property
     def early_stop_metric(self) -> str:
         """Return the metric of early stopping: the model's first metric if the config names none."""
-        return self._full_name(self.trainer.early_stop.metric)
+        return self.full_name(self.trainer.early_stop.metric)
 
     @property
     def plateau_metric(self) -> str:
         """Return the metric of schedule.plateau: the model's first metric if the config names none."""
-        return self._full_name(self.schedule.plateau.metric)
+        return self.full_name(self.schedule.plateau.metric)
 
     @property
     def best_metric(self) -> str:
         """Return the metric that chooses the best checkpoints: the model's first metric if the
         config names none."""
-        return self._full_name(self.checkpoint.best_metric)
+        return self.full_name(self.checkpoint.best_metric)
 
-    def _full_name(self, metric: str | None) -> str:
-        """Return the full name of a metric. None is the first metric; a name without a label is the
-        first label's with it."""
+    def full_name(self, metric: str | None) -> str:
+        """Return the full name of a metric: the main label's if the name has no label. None is the
+        model's first metric; a metric that the main label lacks is the first label's with it."""
         named = (each for each in self.metrics if metric in (None, each, each.partition("/")[2]))
         return next(named, metric or "")
 

@@ -68,7 +68,7 @@ def sweep(job: SweepJob, words: list[str], compose: Compose) -> SweepResult:
     """
     if not job.sweep.params:
         raise ConfigError("sweep.params has no knob: choose sweep=<option>, or add a file to conf/sweep")
-    metric = job.sweep.metric or job.model.metrics[0]
+    metric = job.full_name(job.sweep.metric)
     for point in edges(job.sweep.params):
         compose([*words, *as_overrides(point), _checked_in(job.run_dir)])
     lease = take_lease(job.run_dir, job.trainer.lease_ttl_s)

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
+from pipeline.cli.command_line import load_config
+from pipeline.config.jobs.train import TrainJob
 from pipeline.data.dataset import Dataset
+from pipeline.extras.diagnose.rules import find_problems
 from pipeline.extras.runs.compare import compare
+from pipeline.extras.runs.evaluation_stats import Bin, Blocks, EvaluationStats, Slice, read_stats, write_stats
 from pipeline.extras.runs.folder import Run, open_run
 from pipeline.extras.runs.listing import as_text, describe_run, sorted_runs
+from pipeline.extras.runs.report import render_report
 from pipeline.extras.runs.report_comparison import render_comparison
 
 BINARY = {"ne": 0.9, "logloss": 0.5, "calibration": 1.0, "label_rate": 0.2, "auc": 0.7, "num_samples": 1000}
@@ -72,6 +80,58 @@ def test_a_comparison_has_a_row_for_each_label_whatever_label_is_the_main_one(tm
     alike = compare([runs[2], make_run(tmp_path / "other", "buy", {"buy": BINARY}, "fm")])
     assert "ne" in {row.name for row in alike.metrics}
     assert "<figcaption>Validation NE" in render_comparison(alike)
+
+
+def test_a_page_shows_each_label_and_never_takes_one_label_for_another(tmp_path: Path) -> None:
+    page = render_report(make_run(tmp_path / "run", "spend", {**THREE, "buy": {**BINARY, "calibration": 1.3}}))
+    assert re.findall(r"<h3>(.*?)</h3>", page) == ["spend", "click", "buy"]
+    quality = page.partition("<h3>spend</h3>")[2].partition("<h3>")[0]
+    assert "Mean squared error" in quality and "AUC" not in quality and ">NE<" not in quality
+    for text in (
+        "Labels: spend (the main label), click, buy",
+        "buy: AUC on the validation",
+        "Predictions of buy are 30% too high",
+    ):
+        assert text in page
+    assert '<th scope="col">label</th>' in page and "click/ne" not in page
+    alone = render_report(make_run(tmp_path / "alone", "click", {"click": BINARY}))
+    assert "<h3>" not in alone and '<th scope="col">label</th>' not in alone and "<span>NE on the" in alone
+
+
+def test_a_fault_of_one_label_is_diagnosed_by_its_name(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "click", {**THREE, "buy": {**BINARY, "calibration": 2.0}})
+    (problem,) = find_problems(run)
+    assert problem.text.startswith("buy: predictions are too high") and "2.000" in problem.text
+    every = {name: {**BINARY, "calibration": 2.0} for name in ("click", "buy")}
+    (problem,) = find_problems(make_run(tmp_path / "every", "click", every))
+    assert problem.text.startswith("predictions are too high")
+
+
+def test_statistics_of_each_label_come_back_from_one_file(tmp_path: Path) -> None:
+    ones = np.ones(4)
+    blocks = Blocks(ones, ones, ones, ones, ones, ones)
+    metrics = {"spend/mse": 1.0, "click/auc": 0.7, "buy/auc": 0.6}
+    made = [
+        EvaluationStats("test", 1, "data", metrics, blocks, [Bin(4, 0.2, 0.3)], label=name) for name in ("click", "buy")
+    ]
+    buy = replace(made[1], blocks=replace(blocks, loss=2 * ones), slices=[Slice("item", 3, 4, 4.0, 4.0, 1.0, 1.0, 2.0)])
+    write_stats(str(tmp_path / "stats.parquet"), replace(made[0], others=(buy,)))
+    read = read_stats(str(tmp_path / "stats.parquet"))
+    found = {label: read.of_label(label) for label in ("click", "buy", "spend")}
+    assert found["spend"] is None and found["click"] is read and read.auc == 0.7
+    assert found["buy"] is not None and found["buy"].auc == 0.6 and found["buy"].blocks.loss.tolist() == [2.0] * 4
+    assert found["buy"].slices == buy.slices and found["buy"].reliability == buy.reliability
+
+
+def test_a_sweep_and_the_best_step_go_by_the_main_label() -> None:
+    words = ["experiment=conversions_mmoe", "data.columns.label=conversion"]
+    job = load_config(TrainJob, words)
+    assert [job.full_name(metric) for metric in (None, "auc", "click/auc")] == [
+        "conversion/ne",
+        "conversion/auc",
+        "click/auc",
+    ]
+    assert job.best_metric == job.early_stop_metric == "conversion/ne"
 
 
 def test_the_best_possible_auc_is_of_the_label_that_is_asked_for() -> None:
