@@ -41,6 +41,7 @@ def list_versions(job: RegistryJob) -> list[str]:
         version = registry.version(name)
         lineage, metrics = version.lineage, version.lineage.get("metrics", {})
         ne = f"{metrics['challenger_ne']:.4f}" if "challenger_ne" in metrics else "not measured"
+        ne += f" ({metrics['label']})" if "label" in metrics else ""
         mark = "  <- champion" if pointer and pointer.version == name else ""
         mark += (
             f", pinned: {one_line(pointer.reason) or 'no reason given'}" if mark and pointer and pointer.pinned else ""

@@ -20,7 +20,7 @@ from pipeline.config.retraining import GateConfig
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.raw.source import SourceChangedError
 from pipeline.retraining.data_checks import check_data
-from pipeline.retraining.feature_changes import FeatureChanges, LacksColumnError
+from pipeline.retraining.feature_changes import FeatureChanges, LacksColumnError, learnt_labels
 from pipeline.retraining.gate import Finding, Scores, judge
 from pipeline.retraining.ledger import PROMOTED, REJECTED, Ledger, Record, judged_windows, windows_missed
 from pipeline.retraining.promotion import Candidate, FinishedRun, files_of_artifact
@@ -255,6 +255,8 @@ class Challenge:
         verdict = judge(scores, champions, self.gate or self.job.gate)
         log_findings(f"challenger of {self.window.name}", verdict.findings)
         metrics: dict[str, Any] = {**verdict.metrics, "judged_on": self.judged_on.name}
+        if len(learnt_labels(self.job)) > 1:
+            metrics["label"] = self.job.gate.task or self.job.data.columns.label
         if not verdict.passed:
             return self._rejected(self.window, verdict.reasons, trained_on, metrics=metrics)
         extra: dict[str, str] = {}

@@ -9,7 +9,7 @@ once. A tick reads only as many of the newest records as it needs.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
@@ -131,16 +131,21 @@ def windows_missed(ledger: Ledger, version: str, begin: datetime) -> set[str]:
     return {name for name, began in missed.items() if began < begin and (made is None or began > made)}
 
 
+def name_of_ne(metrics: Mapping[str, Any]) -> str:
+    """Return "NE", or "NE of <label>" if the model learns several labels: the label that decided."""
+    return f"NE of {metrics['label']}" if metrics.get("label") else "NE"
+
+
 def describe_record(record: Record) -> str:
     """Return the record as one line of text; a reason may be any text that somebody typed."""
-    metrics = record.metrics
+    metrics, ne = record.metrics, name_of_ne(record.metrics)
     parts = [
         f"{record.number:>6}  {record.time}  {record.state:<12}{record.window or '-':<26}{record.version or '-':<10}"
     ]
     if "champion_ne" in metrics and "challenger_ne" in metrics:
-        parts.append(f"NE {metrics['challenger_ne']:.4f}, champion {metrics['champion_ne']:.4f}")
+        parts.append(f"{ne} {metrics['challenger_ne']:.4f}, champion {metrics['champion_ne']:.4f}")
     elif "challenger_ne" in metrics:
-        parts.append(f"NE {metrics['challenger_ne']:.4f}")
+        parts.append(f"{ne} {metrics['challenger_ne']:.4f}")
     changes = record.data.get("changes", {})
     parts += [f"{what.replace('_', ' ')} {', '.join(names)}" for what, names in changes.items()]
     return one_line("  ".join([*parts, *record.reasons]).rstrip())

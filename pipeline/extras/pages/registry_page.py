@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.extras.pages.charts import Line, line_chart
-from pipeline.retraining.ledger import ADDED, PROMOTED, REJECTED, ROLLED_BACK, Ledger, Record
+from pipeline.retraining.ledger import ADDED, PROMOTED, REJECTED, ROLLED_BACK, Ledger, Record, name_of_ne
 from pipeline.retraining.registry import Pointer, Registry
 from pipeline.runtime.errors import UserError
 from pipeline.runtime.pages.html import fixed, render
@@ -61,7 +61,9 @@ def _cards(
     made = next((each.how for each in reversed(found) if each.version == pointer.version and each.how.metrics), None)
     cards = [(pointer.version, f"champion; before it {pointer.previous or 'none'}")]
     if made is not None and (ne := made.metrics.get("challenger_ne", made.metrics.get("ne"))) is not None:
-        cards.append((f"{ne:.4f}", f"its NE on {made.metrics.get('judged_on') or 'validation'}"))
+        cards.append(
+            (f"{ne:.4f}", f"its {name_of_ne(made.metrics)} on {made.metrics.get('judged_on') or 'validation'}")
+        )
     if made is not None and "ne_ratio" in made.metrics:
         cards.append((f"{100 * (made.metrics['ne_ratio'] - 1):+.2f} %", "NE to that of the champion before it"))
     cards.append((f"{counts[PROMOTED]} of {counts[PROMOTED] + counts[REJECTED]}", "challengers promoted"))
