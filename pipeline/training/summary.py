@@ -68,6 +68,9 @@ class TrainSummary:
     # of each compressed table: its parts, bytes and collisions
     compression: dict[str, Any] = field(default_factory=dict)
     report: str = ""  # path of the run's page, if one was written
+    # the main label, and labels of the data set that the model does not learn
+    label: str = ""
+    not_learnt: list[str] = field(default_factory=list)
 
 
 def summarize(
@@ -75,7 +78,8 @@ def summarize(
 ) -> TrainSummary:
     from pipeline.checkpoint.steps import step_path
 
-    best = best_step(job.run_dir, job)
+    best, main = best_step(job.run_dir, job), main_label(job.data.columns, dataset)
+    others = [label.name for label in dataset.all_labels if label.name != main]
     step, metrics = best or (result.step, result.metrics)
     return TrainSummary(
         run_dir=job.run_dir,
@@ -86,9 +90,11 @@ def summarize(
         best_metric=job.best_metric if best else "",
         throughput=result.throughput,
         validation=metrics,
-        bayes_auc=dataset.best_auc("validation", main_label(job.data.columns, dataset)),
+        bayes_auc=dataset.best_auc("validation", main),
         num_bad_rows=result.num_bad_rows,
         compression=savings,
+        label=main,
+        not_learnt=[] if job.model.learns_all else others,
     )
 
 
@@ -105,6 +111,8 @@ def describe(summary: TrainSummary) -> str:
     lines = [f"{trained} step {summary.step}{' (stopped early)' if summary.stopped_early else ''}{best}"]
     if summary.validation:
         lines.append(f"validation  {describe_quality(summary.validation, summary.bayes_auc)}")
+    if summary.not_learnt:
+        lines.append(f"labels      {summary.label} only; the model does not learn {', '.join(summary.not_learnt)}")
     if summary.num_bad_rows:
         lines.append(
             f"quarantine  {summary.num_bad_rows:,} bad row(s) left out, listed in {summary.run_dir}/quarantine"

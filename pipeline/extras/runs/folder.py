@@ -95,7 +95,7 @@ class Run:
         """Return the labels that the run learns, the main label first."""
         measured = [*self.lines, *self.evaluations.values()]
         found = dict.fromkeys(label for metrics in measured for label in by_label(metrics) if label)
-        name = str(self.config.get("data", {}).get("columns", {}).get("label", ""))
+        name = str(self.summary.get("label") or self.config.get("data", {}).get("columns", {}).get("label", ""))
         if self.dataset and name not in {label.name for label in self.dataset.all_labels}:
             name = self.dataset.label
         return list(found) or [name]

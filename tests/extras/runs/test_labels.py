@@ -6,6 +6,8 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import yaml
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.train import TrainJob
-from pipeline.data.dataset import Dataset
+from pipeline.data.dataset import Dataset, Label
 from pipeline.extras.diagnose.rules import find_problems
 from pipeline.extras.runs.compare import compare
 from pipeline.extras.runs.evaluation_stats import Bin, Blocks, EvaluationStats, Slice, read_stats, write_stats
@@ -21,6 +23,7 @@ from pipeline.extras.runs.folder import Run, open_run
 from pipeline.extras.runs.listing import as_text, describe_run, sorted_runs
 from pipeline.extras.runs.report import render_report
 from pipeline.extras.runs.report_comparison import render_comparison
+from pipeline.training.summary import describe, summarize
 
 BINARY = {"ne": 0.9, "logloss": 0.5, "calibration": 1.0, "label_rate": 0.2, "auc": 0.7, "num_samples": 1000}
 NUMBER = {"mse": 0.8, "mae": 0.7, "r2": 0.2, "num_samples": 900}
@@ -134,7 +137,19 @@ def test_a_sweep_and_the_best_step_go_by_the_main_label() -> None:
     assert job.best_metric == job.early_stop_metric == "conversion/ne"
 
 
-def test_the_best_possible_auc_is_of_the_label_that_is_asked_for() -> None:
-    best = {"test": 0.8, "test/buy": 0.7}
-    dataset = Dataset("shop", "click", [], [], {}, 0, 0, 0, "log1p", bayes_auc=best)
-    assert [dataset.best_auc("test", label) for label in ("click", "buy", "spend")] == [0.8, 0.7, None]
+def test_the_last_lines_of_train_give_the_limit_of_the_main_label_and_name_labels_not_learnt(tmp_path: Path) -> None:
+    best = {"validation": 0.8, "validation/conversion": 0.7}
+    labels = [Label("click"), Label("conversion", mask="click")]
+    dataset = Dataset("conversions", "click", [], [], {}, 0, 0, 0, "log1p", bayes_auc=best, labels=labels)
+    words = ["data=conversions", "data.columns.label=conversion", f"run_dir={tmp_path}"]
+    measured = {"click/auc": 0.65, "click/ne": 0.9, "click/calibration": 1.0}
+    result = SimpleNamespace(step=9, stopped_early=False, throughput={}, num_bad_rows=0, metrics={})
+    for model, metrics in (("dlrm", {"auc": 0.6, "ne": 0.9, "calibration": 1.0}), ("mmoe", {})):
+        result.metrics = metrics or {f"conversion/{key[6:]}": value for key, value in measured.items()} | measured
+        job = load_config(TrainJob, [*words, f"model={model}"])
+        text = describe(
+            summarize(job, cast(Any, SimpleNamespace(folder=str(tmp_path))), cast(Any, result), dataset, {})
+        )
+        assert "of 0.7000, the best" in text and "of 0.8" not in text
+        assert ("conversion only; the model does not learn click" in text) == (model == "dlrm")
+        assert ("\n            click: AUC 0.6500, NE" in text) == (model == "mmoe")
