@@ -48,7 +48,8 @@ def _section(section: dict[str, Any]) -> Iterator[str]:
         yield table(("check", "result", "found", "wanted"), rows, label=section["title"])
     if section["name"] == "speed":
         for ranks, presets in section["figures"].items():
-            yield _speeds(ranks, presets)
+            if ranks != "predicted_step_ms":
+                yield _speeds(ranks, presets)
 
 
 def _speeds(ranks: str, presets: dict[str, Any]) -> str:

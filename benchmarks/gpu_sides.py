@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu_sides losses     equal weights, batches and rates: the loss of each step
     python -m benchmarks.gpu_sides speed --presets quickstart kaggle_full dlrmv2_large
+    python -m benchmarks.gpu_sides predict --hardware h100_80gb     what the planner says of the same steps; needs no GPU
     python -m benchmarks.gpu_sides facts      what torch says about the GPUs of this machine
 
 Each writes one JSON object to --output. benchmarks.gpu_report starts them, one process each, because a CUDA fault
@@ -21,10 +22,14 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from benchmarks.step_models import PRESETS, draw, our_loop, our_side, torchrec_loop, torchrec_side
+from benchmarks.step_models import PRESETS, draw, our_loop, our_side, resolved_job, torchrec_loop, torchrec_side
 from pipeline import devices
 from pipeline.devices.process_group import init_distributed
+from pipeline.extras.step_time.plan_forecast import step_request
+from pipeline.extras.step_time.prediction import predict_step
 from pipeline.models.tasks.click_metrics import Prediction
+from pipeline.planner.planner import make_plan
+from pipeline.training.plan_job import build_request
 from pipeline.training.sharded_model import ShardedModel
 
 LOSS_STEPS = 12
@@ -117,6 +122,19 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
     return {"device": str(context.device), "world_size": context.world_size, "presets": found}
 
 
+def predict(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the planner's prediction of our side's step on one GPU of `options.hardware`, in milliseconds."""
+    found: dict[str, dict[str, float]] = {}
+    for name in options.presets:
+        for precision in ("fp32", "tf32", "bf16"):
+            words = [f"hardware={options.hardware}", f"trainer.precision={precision}", "planner.timeout_s=2"]
+            resolved = resolved_job(PRESETS[name], "cuda", 1, [*words, *options.overrides])
+            request = build_request(resolved)
+            step = predict_step(step_request(resolved, request, make_plan(resolved.job.planner, request), 1))
+            found.setdefault(name, {})[precision] = step.step_ms
+    return {"hardware": options.hardware, "step_ms": found}
+
+
 def facts(options: argparse.Namespace) -> dict[str, Any]:
     """Return what torch says about the GPUs."""
     gpus = []
@@ -129,16 +147,17 @@ def facts(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["losses", "speed", "facts"])
+    parser.add_argument("what", choices=["losses", "speed", "predict", "facts"])
     parser.add_argument("--presets", nargs="+", default=["quickstart", "kaggle_full", "dlrmv2_large"])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--hardware", default="h100_80gb", help="of predict: an option of conf/hardware")
     parser.add_argument("--overrides", nargs="*", default=[], help="of our side")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    found = {"losses": losses, "speed": speed, "facts": facts}[options.what](options)
+    found = {"losses": losses, "speed": speed, "predict": predict, "facts": facts}[options.what](options)
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         options.output.write_text(json.dumps(found, indent=1))
 

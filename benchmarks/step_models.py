@@ -28,7 +28,7 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.data.dataset import Dataset, FrequencyCurve, SparseFeature, Split
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.extras.calibration.jobs import BatchesInMemory, NoCheckpoints
-from pipeline.planner.resolved_job import resolve_job
+from pipeline.planner.resolved_job import ResolvedJob, resolve_job
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.training.compiled import DenseCompiler
 from pipeline.training.hooks.base import TrainingParts, build_hooks
@@ -222,10 +222,8 @@ def our_loop(
     return our_side(preset, raw, context, overrides)[1]
 
 
-def our_side(
-    preset: Preset, raw: list[RawBatch], context: DistributedContext, overrides: list[str]
-) -> tuple[ShardedModel, Callable[[int], Timed]]:
-    """The sharded model beside its loop. The loop's steps are one more than it is asked for: the first is not timed."""
+def resolved_job(preset: Preset, device_type: str, world_size: int, overrides: list[str]) -> ResolvedJob:
+    """Return the job of our side, over a data set of the preset's columns without files."""
     layers = [
         f"model.dense_arch_layer_sizes={preset.dense_layers}",
         f"model.over_arch_layer_sizes={preset.over_layers}",
@@ -237,10 +235,10 @@ def our_side(
             f"model={'dlrm_dcn' if preset.dcn else 'dlrm'}",
             *layers,
             "name=step",
-            f"hardware={'cpu' if context.device.type == 'cpu' else 'auto'}",
-            f"world_size={context.world_size}",
+            f"hardware={'cpu' if device_type == 'cpu' else 'auto'}",
+            f"world_size={world_size}",
             f"tables.default.embedding_dim={preset.dim}",
-            f"trainer.global_batch_size={preset.batch_size * context.world_size}",
+            f"trainer.global_batch_size={preset.batch_size * world_size}",
             *overrides,
         ],
     )
@@ -252,7 +250,16 @@ def our_side(
     dataset = Dataset(
         "step", "label", [f"int_{i}" for i in range(NUM_DENSE)], features, splits, 10**6, 10**6, 0, "log1p"
     )
-    assembly = build_sharded_model(resolve_job(job, dataset, context.world_size), context)
+    return resolve_job(job, dataset, world_size)
+
+
+def our_side(
+    preset: Preset, raw: list[RawBatch], context: DistributedContext, overrides: list[str]
+) -> tuple[ShardedModel, Callable[[int], Timed]]:
+    """The sharded model beside its loop. The loop's steps are one more than it is asked for: the first is not timed."""
+    resolved = resolved_job(preset, context.device.type, context.world_size, overrides)
+    job = resolved.job
+    assembly = build_sharded_model(resolved, context)
     if job.trainer.compile:
         DenseCompiler().compile(assembly.task.model)
     optimizer = build_optimizer(assembly.model, job.optimizer, job.model.l2)

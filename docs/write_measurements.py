@@ -38,6 +38,19 @@ PAGES = {
         "Two ranks ran this package and TorchRec's documented loop on shadow GPUs, with equal layers, batches and kinds of "
         "sharding. [GPUs](../do/gpu.md#host-time-and-launches) explains the columns.",
     ),
+    "gpu_steps": (
+        "Steps on an H100",
+        "This package and TorchRec's documented loop trained in turns in one process on one GPU; a figure is the median of "
+        "three rounds of 30 steps, with the least and the most. Two virtual machines of one kind were used. On the second, the "
+        "host was slower, and only the check's line was kept. `times torchrec` compares equal work in equal precision, except for bf16, "
+        "which is compared with TorchRec's loop in fp32. `predicted ms` is the planner's prediction for `hardware=h100_80gb`, which "
+        "was written before any GPU was there.",
+    ),
+    "gpu_rates": (
+        "Rates of an H100",
+        "What the planner takes from data sheets, and FBGEMM's lookups with row-wise Adagrad on 8,192 samples. "
+        "The time of a small lookup is the host's.",
+    ),
     "diagnoses": (
         "Diagnoses of planted faults",
         "Each line is a training run. A planted fault is correct if the first finding of `python -m pipeline diagnose` is the planted one, "
