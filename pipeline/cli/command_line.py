@@ -206,7 +206,8 @@ def parse_command_line(
             validate(job)
         if isinstance(job, TrainJob) and has_dataset(job):
             given = [word.partition("=")[0].lstrip("+~") for word in overrides]
-            check_not_contradicted(job.data, load_dataset(job.data.path), given)
+            if unused := check_not_contradicted(job.data, load_dataset(job.data.path), given):
+                print_line(f"data         {unused}")
     return job
 
 

@@ -44,6 +44,8 @@ class Device:
     # Planning. TorchRec's compute kernels, and whether tables are in memory of the device (HBM).
     table_kernels: ClassVar[tuple[str, ...]] = ("dense", "fused", "fused_uvm", "fused_uvm_caching")
     has_own_memory: ClassVar[bool] = True
+    # Numbers in a row of a shard. FBGEMM's CUDA kernels check max_D <= 2048 (fbgemm 1.9).
+    max_shard_width: ClassVar[int | None] = 2048
     # Latencies of collectives, used if the config of the hardware has none. Source: NCCL's tuner
     # (NVIDIA/nccl src/graph/tuning.cc), Ring with LL128: base, a step over NVLink, a step over the
     # network.

@@ -228,6 +228,16 @@ def _sharding_types(entry: PlacedTable, hardware: Hardware, optimizer: TableOpti
     types = [kind for kind in allowed_sharding_types(table, optimizer.name) if kind in offered]
     if not named:
         types = [kind for kind in types if kind in _worth_trying(table, hardware, optimizer)]
+    widest = hardware.device.max_shard_width
+    if widest is not None and table.embedding_dim > widest:
+        types = [kind for kind in types if kind in COLUMN_SHARDING_TYPES]
+        if not types:
+            raise PlanError(
+                f"tables.{table.config_name}.embedding_dim={table.embedding_dim}, but FBGEMM's kernels on {hardware.compute_device} "
+                f"read rows of at most {widest} numbers: use {widest} at most, or split the rows over several ranks by "
+                f"tables.{table.config_name}.sharding.sharding_types=[column_wise] and an optimizer with a state for each number, "
+                "such as optimizer.sparse.name=adagrad"
+            )
     if table.tiers is not None:  # a replicated table is completely in memory
         types = [kind for kind in types if kind != "data_parallel"]
     if table.sharding.compute_kernels and "dense" not in table.sharding.compute_kernels:

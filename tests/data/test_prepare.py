@@ -40,7 +40,7 @@ from tests.data.criteo_rows import (
 )
 from tests.data.sources import TRAIN_ALONE, prepare_rows
 from tests.support.memory_store import ObjectStore
-from tests.support.messages import names
+from tests.support.messages import mentions, names
 
 
 @pytest.fixture
@@ -339,6 +339,8 @@ def test_a_training_refuses_keys_that_contradict_its_data_set(tmp_path: Path) ->
     }.items():
         with pytest.raises(DataError, match=names(f"{key}= prepared data.path")):
             check_not_contradicted(other, dataset, [key])
-    check_not_contradicted(config(dense_transform="none"), dataset, [])  # a key of the preparation's command line
+    assert not check_not_contradicted(config(), dataset, [])
+    reported = check_not_contradicted(config(dense_transform="none", ids=IdsConfig(min_frequency=3)), dataset, [])
+    assert mentions(reported, "data.dense_transform=none log1p data.ids.min_frequency=3 1 data.path")  # in a YAML file
     with pytest.raises(DataError, match=names("c, d categorical d, c")):
         check_not_contradicted(config(columns={"sparse": ["d", "c"]}), dataset, [])

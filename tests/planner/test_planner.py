@@ -174,6 +174,17 @@ def test_limits_that_leave_nothing_are_refused() -> None:
         make_plan(CONFIG, request(tables, on("cpu", 2)))
 
 
+def test_rows_that_are_wider_than_the_kernels_of_a_gpu_are_split_or_refused() -> None:
+    wide = make_tables([1000], 4096)
+    for ranks in (1, 4):
+        with pytest.raises(PlanError, match=names("tables.t0.embedding_dim=4096 cuda 2048 column_wise adagrad")):
+            make_plan(CONFIG, request(wide, on("h100_80gb", ranks)))
+    (choice,) = make_plan(CONFIG, request(wide, on("h100_80gb", 4), "adagrad")).tables
+    assert choice.sharding_type == "column_wise" and len(choice.ranks) > 1
+    assert make_plan(CONFIG, request(wide, on("cpu", 1))).tables
+    assert make_plan(CONFIG, request(make_tables([1000], 2048), on("h100_80gb", 1))).tables
+
+
 def test_managed_rows_are_never_behind_a_cache() -> None:
     """Eviction writes them in host memory, where the cache in HBM would not notice."""
     (plain,) = make_tables([3_000_000], 128)

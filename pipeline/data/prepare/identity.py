@@ -18,6 +18,7 @@ from pipeline.runtime.storage import storage
 if TYPE_CHECKING:
     from pipeline.data.prepare.base_vocabulary import BaseVocabulary
 
+MAX_NAMED = 5
 NOT_IN_RECIPE = (*SPLITS, "max_shared_fraction")
 
 
@@ -70,19 +71,23 @@ def _differences(
     return {key: (found.get(key), wanted.get(key)) for key in keys if wanted.get(key) != found.get(key)}
 
 
-def check_not_contradicted(config: DataConfig, dataset: Dataset, given: Iterable[str]) -> None:
+def check_not_contradicted(config: DataConfig, dataset: Dataset, given: Iterable[str]) -> str:
     """Raise DataError if a job that reads a data set contradicts its preparation.
 
     `given` are the keys on the command line. Training cannot apply them, so a sweep over them would
-    compare equal runs. Other keys may differ, because they may have been given to the preparation.
+    compare equal runs. Other keys may differ, because they may have been given to the preparation:
+    the returned text names them, and is empty if there is none.
     """
     if not dataset.recipe:  # not written by prepare
-        return
+        return ""
     named = [each for each in given if each.startswith("data.")]
     found, wanted = _flat("data", dataset.recipe), _flat("data", recipe_of(config))
+    unused = []
     for key in sorted(found.keys() | wanted.keys()):
-        is_given = any(key == each or key.startswith(f"{each}.") or each.startswith(f"{key}.") for each in named)
-        if is_given and (then := found.get(key)) != (now := wanted.get(key)):
+        if (then := found.get(key)) == (now := wanted.get(key)):
+            continue
+        unused.append(f"{key}={now} (prepared {f'with {then}' if key in found else 'without it'})")
+        if any(key == each or key.startswith(f"{each}.") or each.startswith(f"{key}.") for each in named):
             raise DataError(
                 f"{key}={now}, but data set {dataset.name!r} was prepared {f'with {then}' if key in found else 'without it'}, and training cannot change it: prepare it "
                 "with that value in another data.path, or leave the key out"
@@ -97,6 +102,13 @@ def check_not_contradicted(config: DataConfig, dataset: Dataset, given: Iterable
             f"{', '.join(dataset.sparse_feature_names) or 'none'}, but the job's data config describes {described}: choose the "
             "config that it was prepared with (data=...), or prepare again in another data.path"
         )
+    if not unused:
+        return ""
+    more = f" and {len(unused) - MAX_NAMED} more" if len(unused) > MAX_NAMED else ""
+    return (
+        f"not used, because data set {dataset.name!r} was prepared with other values: {', '.join(unused[:MAX_NAMED])}{more}. "
+        "To use them, prepare again in another data.path"
+    )
 
 
 def recipe_of(config: DataConfig, base: BaseVocabulary | None = None) -> dict[str, Any]:

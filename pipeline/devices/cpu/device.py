@@ -31,6 +31,7 @@ class PlainCpu(Device):
     is_asynchronous = False
     has_torchrec_layers = True
     fbgemm_is_complete = False
+    max_shard_width = None
     table_kernels = ("dense", "fused")  # dense is used for data_parallel only
     has_own_memory = False
     # Measured between 2 ranks: gloo's all_to_all_single of 128 bytes takes 95 us (median) and 74 us
