@@ -19,7 +19,7 @@ from pipeline.data.inspect.profile import profile
 from pipeline.data.inspect.propose import as_text, propose
 from pipeline.data.prepare.run import prepare
 from pipeline.runtime.errors import ConfigError, DataError
-from tests.support.messages import names
+from tests.support.messages import mentions, names
 
 NUM_ROWS = 3000
 
@@ -186,7 +186,7 @@ def test_histories_groups_and_columns_that_prepare_refuses_are_found(tmp_path: P
     for row in range(NUM_ROWS):
         recent = "|".join(products[each] for each in draw.integers(0, NUM_ROWS, 3))
         lines.append(
-            f"{row * 7919 % 2},b{row // 4},{products[row]},{recent},x{row % 9},u{row % 50},v{row % 40},{row % 3 // 2}"
+            f"{draw.integers(0, 2)},b{row // 4},{products[row]},{recent},x{row % 9},u{row % 50},v{row % 40},{row % 3 // 2}"
         )
     lines[0] = lines[0].replace(",product,User", ",item,User")
     path = tmp_path / "rows.csv"
@@ -201,7 +201,7 @@ def test_histories_groups_and_columns_that_prepare_refuses_are_found(tmp_path: P
         "sparse",
     )
     assert proposal.config["columns"]["sequence"] == {"recent": {"max_length": 50, "shares": "product"}}
-    assert any("purchase" in remark and "data.columns.labels" in remark for remark in proposal.remarks)
+    assert proposal.config["columns"]["labels"] == {"click": {}, "purchase": {}}
     path.write_text("\n".join([lines[0].replace("user", "User"), *lines[1:]]) + "\n")
     why = propose(profile(str(path), "click", 10_000), "rows").roles
     assert why["User"][0] == "left out" and "2 columns" in why["User"][1]
@@ -211,3 +211,141 @@ def test_histories_groups_and_columns_that_prepare_refuses_are_found(tmp_path: P
     why = propose(profile(str(tmp_path / "rows.parquet"), "click", 100), "rows").roles
     assert {name: why[name][0] for name in ("id", "v")} == {"id": "left out", "v": "left out"}
     assert "UUID" in why["id"][1] and "vector of 4" in why["v"][1]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "role", "why", "config"),
+    [
+        ("genres", ["Comedy Drama", "Drama", "War Comedy"], "multi_hot", "' '", {"list_separator": " "}),
+        ("m", ["a,b", "b,c,a", "c,b", "c,a", "a,c", "b,a", "c"], "multi_hot", "','", {"list_separator": ","}),
+        ("m", ["[1, 2]", "[2]", "[]"], "multi_hot", "json", {"list_separator": "json"}),
+        ("m", ["a:0.5|b:2", "b:1"], "multi_hot", "|", {"weighted": ["m"]}),
+        ("city", ["New York", "San Jose", "Los Angeles"], "sparse", "3 values", {}),
+        ("price", [*(str(n / 8) for n in range(30)), "NA"], "dense", "decimal", {"null_values": ["NA"]}),
+        ("price", [*(str(n / 8) for n in range(30)), "-"], "dense", "decimal", {"null_values": ["-"]}),
+        ("c", ["a", "NULL", "b"], "sparse", "2 values", {"null_values": ["NULL"]}),
+        ("c", ["NA", "FR", "IT"], "sparse", "3 values", {}),  # Namibia
+        ("price", [f"{n},5" for n in range(30)], "left out", "numbers text 1234.5", {}),
+        ("price", [f"${n}.50" for n in range(30)], "left out", "numbers text 1234.5", {}),
+        ("price", [f"{n} %" for n in range(30)], "left out", "numbers text", {}),
+        ("price", [f"1_{n:03d}" for n in range(30)], "sparse", "30 values", {}),  # prepare reads no such number
+        ("sample_weight", ["1", "2.5", "0"], "weight", "mean", {"weight": "sample_weight"}),
+        ("ip", [f"10.0.0.{n}" for n in range(40)], "sparse", "40 values", {}),
+        ("version", ["1.2", "1.10", "2.0"], "dense", "decimal", {}),
+    ],
+)
+def test_a_column_is_proposed_as_prepare_can_read_it(
+    tmp_path: Path, name: str, values: list[str], role: str, why: str, config: dict[str, Any]
+) -> None:
+    """The role of one column among a label and a category, and the config, which prepare reads."""
+    draw = np.random.default_rng(1)
+    clicks, cells = draw.integers(0, 2, 400), draw.choice(values, 400)
+    lines = [
+        f"click;u;{name}",
+        *(f"{click};u{row % 9};{cell}" for row, (click, cell) in enumerate(zip(clicks, cells, strict=True))),
+    ]
+    source = tmp_path / "rows.csv"
+    source.write_text("\n".join([*lines, ""]))
+    proposal = propose(profile(str(source), "click", 10_000), "rows")
+    found, reason = proposal.roles[name]
+    assert found == role and mentions(reason, why)
+    columns = proposal.config["columns"]
+    assert {
+        key: value for key, value in columns.items() if key not in ("label", "dense", "sparse", "multi_hot")
+    } == config
+    _prepare(tmp_path, proposal.config, source)
+
+
+def _prepare(tmp_path: Path, config: dict[str, Any], source: Path, rows: int = 400) -> None:
+    """Check that prepare reads all rows of the source with a proposed config."""
+    path = tmp_path / "conf" / "data" / "rows.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(yaml.safe_dump(config))
+    words = [f"--config-dir={tmp_path}/conf", "data=rows", f"source={source}", f"data.path={tmp_path}/rows"]
+    assert prepare(load_config(PrepareJob, words)).dataset.accepted_rows == rows
+
+
+def test_columns_that_determine_the_label_are_left_out_and_second_labels_are_labels(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    bought = (draw.random(4000) < 0.3).astype(int)
+    coupon = bought * (draw.random(4000) < 0.2)
+    columns = {
+        "bought": bought,
+        "used_coupon": coupon,
+        "purchase": draw.integers(0, 2, 4000),
+        "state": np.where(coupon, "returned", draw.choice(["a", "b", "c"], 4000)),
+        "copy": np.where(bought, "yes", "no"),
+        "paid_at": np.where(bought, "2026-01-01", ""),
+        "amount": np.where(bought, np.char.mod("%.2f", draw.random(4000)), ""),
+        "user": np.where(draw.random(4000) < 0.03, "bot", np.char.mod("u%d", draw.integers(0, 300, 4000))),
+    }
+    columns["bought"] = np.where(columns["user"] == "bot", 0, bought)
+    for name in ("used_coupon", "amount", "paid_at", "copy", "state"):
+        columns[name] = np.where(columns["user"] == "bot", columns[name][bought == 0][0], columns[name])
+    source = tmp_path / "rows.csv"
+    rows = zip(*(column.astype(str) for column in columns.values()), strict=True)
+    source.write_text("\n".join([",".join(columns), *map(",".join, rows), ""]))
+    proposal = propose(profile(str(source), "bought", 10_000), "rows")
+    roles = {name: role for name, (role, _) in proposal.roles.items()}
+    assert roles == {
+        "bought": "label", "used_coupon": "label", "purchase": "label", "state": "left out", "copy": "left out",
+        "paid_at": "left out", "amount": "left out", "user": "sparse",
+    }  # fmt: skip
+    assert mentions(proposal.roles["state"][1], "every row 'returned' label 1 rows rate")
+    assert (
+        mentions(proposal.roles["amount"][1], "row with a value label 1")
+        or "without a value" in proposal.roles["amount"][1]
+    )
+    assert mentions(proposal.roles["used_coupon"][1], "1 only where bought is 1")
+    assert any("user" in remark and "'bot'" in remark for remark in proposal.remarks)
+    assert proposal.config["columns"]["labels"] == {"bought": {}, "used_coupon": {}, "purchase": {}}
+    assert proposal.config["group_column"] == "user"
+    _prepare(tmp_path, proposal.config, source, 4000)
+
+
+def test_histories_of_equal_lengths_are_beside_each_other(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    items = draw.integers(0, 40, 400)
+    lines = ["click\titem\tgroup\titems\tgroups"]
+    for row, item in enumerate(items):
+        past = items[max(0, row - 1 - row % 4) : row]
+        lines.append(
+            f"{draw.integers(0, 2)}\ti{item}\tg{item % 7}\t{'|'.join(f'i{each}' for each in past)}\t{'|'.join(f'g{each % 7}' for each in past)}"
+        )
+    source = tmp_path / "rows.tsv"
+    source.write_text("\n".join([*lines, ""]))
+    proposal = propose(profile(str(source), "click", 10_000), "rows")
+    assert proposal.config["columns"]["sequence"] == {
+        "items": {"max_length": 50, "shares": "item"}, "groups": {"beside": "items", "shares": "group"},
+    }  # fmt: skip
+    _prepare(tmp_path, proposal.config, source)
+
+
+@pytest.mark.parametrize(
+    ("delimiter", "value", "encoding", "config"),
+    [
+        (",", "é", "utf-16-le", {"encoding": "utf-16-le"}),
+        (",", "é", "utf-16", {"encoding": "utf-16"}),
+        (",", "é", "latin-1", {"encoding": "latin-1"}),
+        (",", "é", "utf-8-sig", {}),
+        (",", '"say \\"a, b\\""', "utf-8", {"quotes": "backslash"}),
+        (",", '"say ""a, b"""', "utf-8", {}),
+        ("::", "a", "utf-8", {"delimiter": "::"}),
+        ("\x01", "a", "utf-8", {"delimiter": "\x01"}),
+        (";", "a", "utf-8", {"delimiter": ";"}),
+        ("\t", "a", "utf-8", {"format": "tsv"}),
+    ],
+    ids=["utf-16-le", "utf-16", "latin-1", "mark", "spark", "quotes", "::", "hive", ";", "tab"],
+)
+def test_text_of_every_kind_is_proposed_as_it_is(
+    tmp_path: Path, delimiter: str, value: str, encoding: str, config: dict[str, Any]
+) -> None:
+    has_header = delimiter not in (";", "\t")
+    rows = [f"{click}{delimiter}{cell}" for cell in (value, "b") for click in (0, 1)] * 100
+    source = tmp_path / "rows.csv"
+    source.write_bytes("\r\n".join([f"click{delimiter}c"] * has_header + [*rows, ""]).encode(encoding))
+    proposal = propose(profile(str(source), None, 10_000), "rows")
+    expected = {"format": "csv", **config} | ({} if has_header else {"header": ["column_0", "column_1"]})
+    keys = ("format", "encoding", "quotes", "delimiter", "header")
+    assert {key: value for key, value in proposal.config.items() if key in keys} == expected
+    _prepare(tmp_path, proposal.config, source)

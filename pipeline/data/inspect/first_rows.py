@@ -15,11 +15,11 @@ import pyarrow.compute as pc
 from pipeline.config.columns import ColumnsConfig
 from pipeline.config.transforms import LIST, TEXT
 from pipeline.data.raw.formats.criteo_tsv import criteo_columns
-from pipeline.data.raw.layout import Layout
-from pipeline.data.raw.lines import read_texts, split_cells
+from pipeline.data.raw.layout import BACKSLASH, Layout
+from pipeline.data.raw.lines import escaped_quote, read_texts, split_cells, with_doubled_quotes
 from pipeline.data.raw.parquet_rows import ParquetReader
 from pipeline.data.raw.parse_cells import parse_numbers
-from pipeline.data.raw.source import TextReader, find_sources
+from pipeline.data.raw.source import TextReader, find_sources, utf16_of
 from pipeline.data.raw.value_types import FRACTIONS, is_list, kind_of, spelled, value_to_text, why_not_read
 from pipeline.runtime.errors import DataError
 
@@ -43,6 +43,7 @@ class FirstRows:
     table: pa.Table
     delimiter: str | None = None
     encoding: str = "utf-8"
+    quotes: str = "doubled"
     header: list[str] = field(default_factory=list)
     unusable: dict[int, str] = field(default_factory=dict)
 
@@ -86,7 +87,11 @@ def _parquet(path: str, max_rows: int) -> FirstRows:
         if number in unusable:
             columns.append(pa.nulls(rows.num_rows, pa.string()))
         elif not is_list(column.type):
-            columns.append(spelled(rows[column.name], TEXT))
+            is_fraction = kind_of(column.type) == FRACTIONS  # NaN is a missing value
+            values = (
+                pc.if_else(pc.is_nan(rows[column.name]), None, rows[column.name]) if is_fraction else rows[column.name]
+            )
+            columns.append(spelled(values, TEXT))
         else:
             lists = spelled(rows[column.name], LIST)
             lengths = pc.unique(pc.list_value_length(lists).drop_null())
@@ -142,7 +147,9 @@ def _text(path: str, max_rows: int) -> FirstRows:
         raise DataError(f"source={path} holds no rows: give a file that has some below its line of names")
     delimiter = _delimiter(sample)
     kind = "tsv" if delimiter == "\t" else "csv"
-    layout = Layout(ColumnsConfig(label=""), kind, quoted=kind == "csv").written(delimiter, encoding, "doubled")
+    quotes = BACKSLASH if kind == "csv" and any(map(escaped_quote(delimiter).search, sample)) else "doubled"
+    layout = Layout(ColumnsConfig(label=""), kind, quoted=kind == "csv").written(delimiter, encoding, quotes)
+    sample = [with_doubled_quotes(layout, line.encode()).decode() for line in sample]
     cells = [split_cells(layout, line.replace(layout.separator or "\0", layout.delimiter)) for line in sample]
     names, header = cells[0], []
     has_header = _has_header(cells)
@@ -152,14 +159,14 @@ def _text(path: str, max_rows: int) -> FirstRows:
         names = header = [f"column_{number}" for number in range(len(names))]
     numbered = tuple(f"c{number}" for number in range(len(names)))
     layout = Layout(ColumnsConfig(label=""), kind, carried=numbered, quoted=layout.quoted).written(
-        delimiter, encoding, "doubled"
+        delimiter, encoding, quotes
     )
     tables, count = [], 0
     with TextReader(source, BLOCK_BYTES, encoding, layout.separator) as reader:
         if has_header:
             reader.header()
         for block in reader.blocks():
-            text = block.text.replace(b"\r\n", b"\n").removesuffix(b"\n").split(b"\n")
+            text = with_doubled_quotes(layout, block.text).replace(b"\r\n", b"\n").removesuffix(b"\n").split(b"\n")
             whole = [line for line in text if len(split_cells(layout, line.decode(errors="replace"))) == len(names)]
             if (table := read_texts(layout, numbered, whole)) is not None:
                 tables.append(table)
@@ -168,11 +175,13 @@ def _text(path: str, max_rows: int) -> FirstRows:
                 break
     empty = pa.table({name: pa.array([], pa.string()) for name in numbered})
     shown = None if delimiter in ("\t", ",") else delimiter
-    return FirstRows(kind, names, pa.concat_tables([empty, *tables]), shown, encoding, header)
+    return FirstRows(kind, names, pa.concat_tables([empty, *tables]), shown, encoding, quotes, header)
 
 
 def _encoding(path: str) -> str:
-    """Return a text file's encoding: UTF-8, UTF-16 if it has the mark, otherwise Latin-1, which reads all bytes."""
+    """Return a text file's encoding: UTF-8, UTF-16 by its mark or its zero bytes, otherwise Latin-1, which reads all
+    bytes.
+    """
     import gzip
 
     from pipeline.runtime.storage import storage
@@ -181,6 +190,8 @@ def _encoding(path: str) -> str:
         begin = (gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw).read(1 << 16)
     if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
+    if encoding := utf16_of(begin):
+        return encoding
     try:
         codecs.getincrementaldecoder("utf-8")().decode(begin)
     except UnicodeDecodeError:

@@ -15,19 +15,23 @@ from typing import Any
 
 import duckdb
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.data.inspect.first_rows import FirstRows, read_first_rows
-from pipeline.data.quality import auc
-from pipeline.data.raw.parse_cells import parse_times
+from pipeline.data.inspect.lists import SEPARATORS, find_beside, find_sequences, shares_of_lists
+from pipeline.data.inspect.signal import Signal, measure_signal
+from pipeline.data.raw.parse_cells import parse_numbers, parse_times
 from pipeline.data.sql import sql_text
 from pipeline.runtime.errors import DataError, did_you_mean
 from pipeline.runtime.storage import storage
 
-SEPARATORS = ("|", ";")
-NUM_FOLDS = 2
-LIST_SHARE = 0.2  # of the values hold the separator of a list
-SAME_VALUES = 0.8  # of the distinct values of a list are values of another column
+FEW_VALUES = 20  # whole numbers with at most this many values are categories
+SURE_NULLS = ("NULL", "null", "\\N", "N/A", "n/a", "nan", "NaN", "<NA>")  # no column means such text as a value
+MAX_NULL_WORDS = 3  # texts of a column of numbers that are words for missing values
+# 1,234.50 or 12,5 or $3.20 or 15 %
+WRITTEN_NUMBER = r"[$€£¥]?\s?[+-]?(\d{1,3}([ ,.'']\d{3})+|\d+)([.,]\d+)?\s?[%$€£¥]?"
 
 
 class LabelError(DataError):
@@ -43,21 +47,26 @@ class Column:
     """
 
     name: str
-    missing: float
-    distinct: int
-    top_share: float  # of the most frequent value
-    numbers: float  # share of values that are numbers
-    whole: float  # and whole ones
-    times: float  # share of dates or times that are not numbers
-    lists: dict[str, float]  # separator -> share of values that contain it
-    low: float
-    high: float
-    mean: float
+    missing: float = 1.0
+    distinct: int = 0
+    top_share: float = 0.0  # of the most frequent value
+    numbers: float = 0.0  # share of values that are numbers
+    whole: float = 0.0  # and whole ones
+    times: float = 0.0  # share of dates or times that are not numbers
+    lists: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(SEPARATORS, 0.0)
+    )  # separator -> share with it
+    low: float = math.nan
+    high: float = math.nan
+    mean: float = math.nan
     alone_auc: float = math.nan
     examples: list[str] = field(default_factory=list)
     unusable: str = ""  # why prepare would refuse the column
     id: str = ""  # of the column in the table of text
     new_share: float = 0.0  # of the values in the last tenth of the rows, the share that no earlier row has
+    written_numbers: float = 0.0  # share of values such as 1,234.50 or 15 %, which are not read as numbers
+    weighted: float = 0.0  # of the elements of lists, the share that is id:weight
+    signal: Signal = field(default_factory=lambda: Signal(math.nan))
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,10 @@ class Profile:
     label_values: dict[str, int] = field(default_factory=dict)
     label_threshold: float | None = None
     encoding: str = "utf-8"
+    quotes: str = "doubled"
+    null_values: list[str] = field(default_factory=list)
     sequences: dict[str, str] = field(default_factory=dict)  # list -> the column whose values it holds
+    beside: dict[str, str] = field(default_factory=dict)  # sequence -> another one that always has equally many values
 
 
 def profile(
@@ -93,27 +105,17 @@ def profile(
     connection.execute("SET threads = 2")
     read = read_first_rows(path, max_rows)
     names, rows = read.names, read.table.num_rows
-    connection.register("raw", read.table)
     if not rows:
         raise DataError(f"source={path} holds no rows: give a file that has some below its line of names")
+    null_values = list(dict.fromkeys(text for column in read.table.columns for text in _null_words(column)))
+    words = pa.array(["", *null_values])
+    filled = [pc.if_else(pc.is_in(each, words), None, each) for each in read.table.columns]
+    read.table = pa.table(filled, names=read.table.column_names)
+    connection.register("raw", read.table)
     columns = [
         _column(connection, read, number, rows)
         if number not in read.unusable
-        else Column(
-            name,
-            1.0,
-            0,
-            0.0,
-            0.0,
-            0.0,
-            0.0,
-            dict.fromkeys(SEPARATORS, 0.0),
-            math.nan,
-            math.nan,
-            math.nan,
-            unusable=read.unusable[number],
-            id=f"c{number}",
-        )
+        else Column(name, unusable=read.unusable[number], id=f"c{number}")
         for number, name in enumerate(names)
     ]
     if label is not None and label not in names:
@@ -129,24 +131,49 @@ def profile(
     if not given:
         values, label_threshold = _meaning(column)
     labels = _labels(connection, column.id, values, label_threshold)
-    columns = [each if each.name == found or each.unusable else _with_auc(connection, each, labels) for each in columns]
+    for number, each in enumerate(columns):
+        if each.name != found and not each.unusable:
+            signal = measure_signal(connection, each.id, each.numbers > 0.99 and each.whole < 0.99, labels)
+            columns[number] = replace(each, alone_auc=signal.auc, signal=signal)
     rate = float(np.nanmean(labels)) if np.isfinite(labels).any() else math.nan
+    sequences = find_sequences(connection, columns)
     return Profile(
         path, read.format, read.delimiter, read.header, rows, rows < max_rows, columns, found, rate, values, label_threshold,
-        encoding=read.encoding, sequences=_sequences(connection, columns),
+        encoding=read.encoding, quotes=read.quotes, null_values=null_values, sequences=sequences,
+        beside=find_beside(connection, columns, sequences),
     )  # fmt: skip
+
+
+def _null_words(column: pa.ChunkedArray) -> list[str]:
+    """Return the texts that stand for a missing value: known words, and the few texts in a column of many numbers."""
+    numbers = _numbers(column)
+    others = pc.value_counts(pc.filter(column, pc.and_(pc.is_null(numbers), pc.not_equal(column, ""))))
+    texts = {str(each["values"]): int(each["counts"]) for each in others.to_pylist() if each["values"] is not None}
+    is_numbers = (
+        len(texts) <= MAX_NULL_WORDS
+        and len(column) - numbers.null_count > sum(texts.values())
+        and len(pc.unique(numbers)) > FEW_VALUES
+    )
+    return [text for text in texts if is_numbers or text in SURE_NULLS]
+
+
+def _numbers(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return text as float64 as prepare reads it, with null for other text and for NaN."""
+    numbers, _ = parse_numbers(pc.if_else(pc.equal(column, ""), None, column))
+    return pc.if_else(pc.is_finite(numbers), numbers, None)
 
 
 def _column(connection: duckdb.DuckDBPyConnection, read: FirstRows, place: int, rows: int) -> Column:
     quoted = f"c{place}"
-    value, number = f"nullif({quoted}, '')", f"try_cast({quoted} AS DOUBLE)"
-    lists = ", ".join(f"avg(CAST(contains({value}, '{separator}') AS INT))" for separator in SEPARATORS)
+    value = f"nullif({quoted}, '')"
     found = connection.execute(
-        f"SELECT count({value}), count(DISTINCT {value}), count({number}), count(*) FILTER ({number} = floor({number})), "
-        f"min({number}), max({number}), avg({number}), {lists} FROM raw"
+        f"SELECT count({value}), count(DISTINCT {value}), avg(CAST(regexp_full_match({value}, '{WRITTEN_NUMBER}') AS INT)) FROM raw"
     ).fetchone()
     assert found is not None
-    present, distinct, numbers, whole, low, high, mean, *shares = found
+    present, distinct, written = found
+    parsed = _numbers(read.table[quoted])
+    numbers, whole = len(parsed) - parsed.null_count, pc.sum(pc.equal(pc.floor(parsed), parsed)).as_py() or 0
+    low, high, mean = pc.min(parsed).as_py(), pc.max(parsed).as_py(), pc.mean(parsed).as_py()
     times = 0 if 2 * numbers > present else present - len(parse_times(read.table[quoted].drop_null())[1])
     first = rows - rows // 10
     earlier = f"SELECT e FROM (SELECT {quoted} AS e FROM raw LIMIT {first}) WHERE e IS NOT NULL"
@@ -157,10 +184,13 @@ def _column(connection: duckdb.DuckDBPyConnection, read: FirstRows, place: int, 
     ).fetchall()
     of = max(present, 1)
     low, high, mean = (math.nan if edge is None else float(edge) for edge in (low, high, mean))
+    joined, weighted = dict.fromkeys(SEPARATORS, 0.0), 0.0
+    if 2 * max(numbers, times) <= present:
+        joined, weighted = shares_of_lists(connection, read.names[place], quoted, distinct)
     return Column(
         read.names[place], 1 - present / rows, distinct, most[0][1] / of if most else 0.0, numbers / of, whole / of, times / of,
-        {separator: float(share or 0.0) for separator, share in zip(SEPARATORS, shares, strict=True)},
-        low, high, mean, examples=[str(row[0]) for row in most], id=quoted, new_share=float(new or 0.0),
+        joined, low, high, mean, examples=[str(row[0]) for row in most], id=quoted, new_share=float(new or 0.0),
+        written_numbers=0.0 if 2 * numbers > present else float(written or 0.0), weighted=weighted,
     )  # fmt: skip
 
 
@@ -232,52 +262,6 @@ def _labels(
         number = f"CAST(CASE {name} {cases} END AS DOUBLE)"
     found = connection.execute(f"SELECT {number} AS label FROM raw").fetchnumpy()["label"]
     return np.ma.filled(found.astype(np.float64), np.nan)
-
-
-def _with_auc(connection: duckdb.DuckDBPyConnection, column: Column, labels: NDArray[np.float64]) -> Column:
-    """Set alone_auc. A number scores a row by its rank, in the better direction. Another value
-    scores a row by its label rate in the other fold.
-    """
-    known = ~np.isnan(labels)
-    quoted = column.id
-    if column.numbers > 0.99 and column.whole < 0.99:
-        values = connection.execute(f"SELECT try_cast({quoted} AS DOUBLE) AS v FROM raw").fetchnumpy()["v"]
-        values = np.ma.filled(values.astype(np.float64), np.nan)
-        values = np.where(np.isnan(values), np.nanmean(values) if np.isfinite(values).any() else 0.0, values)
-        area = auc(values[known], labels[known])
-        return replace(column, alone_auc=max(area, 1 - area))
-    codes = connection.execute(
-        f"SELECT dense_rank() OVER (ORDER BY coalesce({quoted}, '')) - 1 AS c FROM (SELECT *, row_number() OVER () AS r FROM raw) ORDER BY r"
-    ).fetchnumpy()["c"]
-    codes = np.asarray(codes, np.int64)
-    folds, scores = np.arange(len(codes)) % NUM_FOLDS, np.zeros(len(codes))
-    base = float(np.nanmean(labels))
-    for fold in range(NUM_FOLDS):
-        others = (folds != fold) & known
-        sums = np.bincount(codes[others], weights=labels[others], minlength=codes.max() + 1)
-        counts = np.bincount(codes[others], minlength=codes.max() + 1)
-        scores[folds == fold] = ((sums + base) / (counts + 1))[codes[folds == fold]]
-    return replace(column, alone_auc=auc(scores[known], labels[known]))
-
-
-def _sequences(connection: duckdb.DuckDBPyConnection, columns: list[Column]) -> dict[str, str]:
-    """Return the mapping list -> column with single values that has at least SAME_VALUES of the list's values."""
-    found = {}
-    singles = [each for each in columns if each.distinct > 1 and max(each.lists.values()) <= LIST_SHARE]
-    for column in columns:
-        separator = max(column.lists, key=lambda each: column.lists[each])
-        if column.lists[separator] <= LIST_SHARE or column.numbers >= 0.5:
-            continue
-        values = f"SELECT DISTINCT unnest(string_split({column.id}, '{separator}')) AS v FROM raw WHERE {column.id} IS NOT NULL"
-        for single in singles:
-            share = _one(
-                connection,
-                f"SELECT avg(CAST(v IN (SELECT {single.id} FROM raw) AS INT)) FROM ({values}) WHERE v <> ''",
-            )
-            if share is not None and share >= SAME_VALUES:
-                found[column.name] = single.name
-                break
-    return found
 
 
 def _one(connection: duckdb.DuckDBPyConnection, query: str) -> Any:

@@ -9,19 +9,26 @@ from typing import Any
 
 import yaml
 
-from pipeline.data.inspect.profile import LABEL_NAMES, LIST_SHARE, Column, Profile
+from pipeline.data.inspect.lists import LIST_SHARE, SEPARATORS
+from pipeline.data.inspect.profile import FEW_VALUES, LABEL_NAMES, Column, Profile
 from pipeline.runtime.masking import one_line
 from pipeline.runtime.shell_words import word
 
 LEAKS_FROM = 0.97  # AUC of the label by one column alone
 ID_NAME = re.compile(r"(^|_)(id|code|zip|hash|category|type|position)(_|$|\d*$)|id$", re.IGNORECASE)
 TIME_NAME = re.compile(r"time|date|(^|_)ts($|_)", re.IGNORECASE)
-USER_NAME = re.compile(r"(^|_)(user|session|member|customer|visitor)(_?id)?$", re.IGNORECASE)
-FEW_VALUES = 20  # whole numbers with at most this many values are categories
+USER_NAME = re.compile(
+    r"(^|_)(user|member|customer|visitor|household|account|client|buyer|device|session|query|request)s?(_?(id|key|code|no))?$",
+    re.IGNORECASE,
+)
+WEIGHT_NAME = re.compile(r"(sample|instance|row|example|training|case|loss|importance)_?weights?", re.IGNORECASE)
+SENTINEL = re.compile(r"-9+(\.0*)?")  # a number that often stands for a missing value
+DETERMINED = 0.5  # share of the rows with one label by a value of a column with many values, so that it is left out
 SECONDS = 6.3e8, 2.2e9  # since 1970, of 1990 to 2039
 NEW_VALUES = "a group of rows, such as a basket or a request"
 ALL_NEW = 0.95  # of the values of the last rows are new
 NEAR_UNIQUE = 0.9  # distinct values per row
+WEIGHTED = 0.95  # of the elements of a list are id:weight
 MAX_LENGTH = 50  # of a sequence that is proposed
 
 
@@ -42,25 +49,39 @@ def propose(profile: Profile, name: str) -> Proposal:
         roles = {each.name: _criteo_role(each.name) for each in profile.columns}
         config: dict[str, Any] = {"name": name, "format": "criteo_tsv", "ids": {"min_frequency": 2}}
         return Proposal(roles, config, _remarks(profile, roles))
-    separator = max(("|", ";"), key=lambda each: sum(column.lists[each] for column in profile.columns))
+    separator = max(SEPARATORS, key=lambda each: sum(column.lists[each] for column in profile.columns))
     roles = {each.name: _role(each, profile, separator) for each in profile.columns}
     by_role: dict[str, list[str]] = {}
     for column, (role, _) in roles.items():
         by_role.setdefault(role, []).append(column)
     columns: dict[str, Any] = {"label": profile.label}
-    columns |= {"label_values": profile.label_values} if profile.label_values else {}
-    columns |= {"label_threshold": profile.label_threshold} if profile.label_threshold is not None else {}
+    cells: dict[str, Any] = {"values": profile.label_values} if profile.label_values else {}
+    cells |= {"threshold": profile.label_threshold} if profile.label_threshold is not None else {}
+    if others := [each for each in by_role["label"] if each != profile.label]:
+        columns["labels"] = {profile.label: cells} | {each: {} for each in others}
+    else:
+        columns |= {f"label_{key}": value for key, value in cells.items()}
+    columns |= {"weight": by_role["weight"][0]} if "weight" in by_role else {}
     columns |= {role: by_role[role] for role in ("dense", "sparse", "multi_hot") if role in by_role}
     if histories := by_role.get("sequence"):
-        shared = {name: profile.sequences[name] for name in histories}
-        columns["sequence"] = {name: {"max_length": MAX_LENGTH, "shares": owner} for name, owner in shared.items()}
+        columns["sequence"] = {
+            each: ({"beside": profile.beside[each]} if each in profile.beside else {"max_length": MAX_LENGTH})
+            | {"shares": profile.sequences[each]}
+            for each in histories
+        }
+    if weighted := [
+        each.name for each in profile.columns if each.name in by_role.get("multi_hot", []) and each.weighted > WEIGHTED
+    ]:
+        columns["weighted"] = weighted
     if times := by_role.get("timestamp"):
         columns["timestamp"] = times[0]
     if ("multi_hot" in by_role or "sequence" in by_role) and separator != "|":
         columns["list_separator"] = separator
+    columns |= {"null_values": profile.null_values} if profile.null_values else {}
     config = {"name": name, "format": profile.format}
     config |= {"delimiter": profile.delimiter} if profile.delimiter else {}
     config |= {"encoding": profile.encoding} if profile.encoding != "utf-8" else {}
+    config |= {"quotes": profile.quotes} if profile.quotes != "doubled" else {}
     config |= {"header": profile.header} if profile.header else {}
     config |= {"dense_transform": _transform(profile, by_role.get("dense", [])), "columns": columns}
     users = [each for each in by_role.get("sparse", []) if USER_NAME.search(each)]
@@ -77,7 +98,9 @@ def propose(profile: Profile, name: str) -> Proposal:
 
 
 def _role(column: Column, profile: Profile, separator: str) -> tuple[str, str]:
-    """Return the role of a column (dense, sparse, multi_hot, timestamp, label or left out) and the reason."""
+    """Return the role of a column (dense, sparse, multi_hot, sequence, timestamp, weight, label or left out) and the
+    reason.
+    """
     rows = profile.rows * (1 - column.missing)
     if column.name == profile.label:
         ones = [text for text, number in profile.label_values.items() if number]
@@ -86,9 +109,9 @@ def _role(column: Column, profile: Profile, separator: str) -> tuple[str, str]:
         return "label", f"{what}, {profile.label_rate:.2%} are 1"
     if column.unusable:
         return "left out", column.unusable
-    if not column.name.strip() or (
-        column.distinct >= rows and column.whole > 0.99 and column.high - column.low <= 1.01 * rows
-    ):
+    if not column.name.strip():
+        return "left out", "it has no name"
+    if column.distinct >= rows and column.whole > 0.99 and column.high - column.low <= 1.01 * rows:
         return "left out", "a number of the row"
     if column.distinct <= 1:
         return "left out", "one value" if column.distinct else "no value"
@@ -101,8 +124,16 @@ def _role(column: Column, profile: Profile, separator: str) -> tuple[str, str]:
         and not ID_NAME.search(column.name)
     ):
         return "timestamp", "whole numbers that are seconds since 1970"
+    if other := _other_label(column, profile):
+        return other
+    if WEIGHT_NAME.fullmatch(column.name) and column.numbers == 1.0 and column.low >= 0 and not column.missing:
+        return "weight", f"the weight of a row by its name, {column.low:g} to {column.high:g}, mean {column.mean:.3g}"
     if column.alone_auc >= LEAKS_FROM:
         return "left out", f"it alone tells the label (AUC {column.alone_auc:.3f}): known only afterwards?"
+    if column.signal.determined and (column.distinct <= FEW_VALUES or column.signal.determined_share >= DETERMINED):
+        return "left out", f"{column.signal.determined}: known only afterwards?"
+    if column.written_numbers > 0.95 and column.distinct > FEW_VALUES:
+        return "left out", f"numbers as text, such as {column.examples[0]}: write them as 1234.5"
     if column.lists[separator] > LIST_SHARE and column.numbers < 0.5:
         owner = profile.sequences.get(column.name)
         if owner and _first_role(owner, profile, separator) == "sparse":
@@ -126,6 +157,21 @@ def _role(column: Column, profile: Profile, separator: str) -> tuple[str, str]:
     return "sparse", f"{column.distinct:,} values"
 
 
+def _other_label(column: Column, profile: Profile) -> tuple[str, str] | None:
+    """Return the role of a column of 0 and 1 that is another label by its name, or because it is 1 only in rows
+    with label 1. None if it is not.
+    """
+    if column.distinct != 2 or (column.low, column.high) != (0.0, 1.0) or column.numbers < 1.0:
+        return None
+    implies = column.signal.determined.startswith("every row with '1' has label 1")
+    if not implies and not LABEL_NAMES.fullmatch(column.name):
+        return None
+    why = f"0 and 1, and 1 only where {profile.label} is 1" if implies else "0 and 1 like a label, by its name"
+    if column.missing > 0.001:
+        return "left out", f"{why}: another label, but {column.missing:.0%} of its rows have no value"
+    return "label", f"{why}: another label"
+
+
 def _first_role(name: str, profile: Profile, separator: str) -> str:
     return _role(next(each for each in profile.columns if each.name == name), profile, separator)[0]
 
@@ -147,6 +193,11 @@ def _remarks(profile: Profile, roles: dict[str, tuple[str, str]]) -> list[str]:
         role = roles[column.name][0]
         if role in ("dense", "sparse", "multi_hot") and column.missing > 0.5:
             found.append(f"{column.name}: {column.missing:.0%} of the rows have no value")
+        if role == "dense" and column.examples and SENTINEL.fullmatch(column.examples[0]):
+            found.append(
+                f"{column.name}: {column.top_share:.0%} of the values are {column.examples[0]}; if that is a missing value, name it in "
+                "data.columns.null_values"
+            )
         if role in ("dense", "sparse") and 0.85 <= column.alone_auc < LEAKS_FROM:
             found.append(
                 f"{column.name} alone has AUC {column.alone_auc:.3f}: is it known when a prediction is asked for?"
@@ -160,18 +211,15 @@ def _remarks(profile: Profile, roles: dict[str, tuple[str, str]]) -> list[str]:
         )
     if not 0.001 <= profile.label_rate <= 0.999:
         found.append(f"label rate {profile.label_rate:.5f}: hardly any row is of the other class")
-    labels = [
-        each.name
-        for each in profile.columns
-        if each.name != profile.label
-        and each.distinct == 2
-        and (each.low, each.high) == (0.0, 1.0)
-        and LABEL_NAMES.fullmatch(each.name)
-    ]
+    labels = [name for name, (role, _) in roles.items() if role == "label" and name != profile.label]
     if labels:
         found.append(
-            f"{', '.join(labels)}: 0 and 1 like a label; if they are known only afterwards, name them under data.columns.labels"
+            f"{', '.join(labels)}: further labels, which a model of several labels learns; a column that is known before "
+            "belongs to data.columns.sparse instead"
         )
+    for column in profile.columns:
+        if column.signal.determined and roles[column.name][0] in ("dense", "sparse", "multi_hot"):
+            found.append(f"{column.name}: {column.signal.determined}")
     label = next(each for each in profile.columns if each.name == profile.label)
     if label.missing > 0.001:
         found.append(
@@ -202,14 +250,15 @@ def as_text(proposal: Proposal, profile: Profile) -> str:
     rows = [("column", "role", "missing", "distinct", "top", "AUC alone", "why")]
     for column in profile.columns:
         role, why = proposal.roles[column.name]
+        unknown = "-" if column.unusable else ""
         alone = "-" if math.isnan(column.alone_auc) else f"{column.alone_auc:.3f}"
         rows.append(
             (
                 one_line(column.name) or "(no name)",
                 role,
-                f"{column.missing:.1%}",
-                f"{column.distinct:,}",
-                f"{column.top_share:.1%}",
+                unknown or f"{column.missing:.1%}",
+                unknown or f"{column.distinct:,}",
+                unknown or f"{column.top_share:.1%}",
                 alone,
                 why,
             )

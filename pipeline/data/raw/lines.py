@@ -103,7 +103,7 @@ def why_no_row(layout: Layout, header: tuple[str, ...], line: bytes) -> str:
         return f"byte {error.start} is not UTF-8; data.encoding=latin-1, or the encoding that the file has, reads it"
     if "\r" in text:
         return "a carriage return inside the row"
-    if layout.quoted and not layout.escaped and _backslash_quote(layout.delimiter).search(text):
+    if layout.quoted and not layout.escaped and escaped_quote(layout.delimiter).search(text):
         return "a backslash before a quote inside a quoted cell, as Spark writes it; data.quotes=backslash reads it"
     cells = split_cells(layout, text)
     if not cells:
@@ -145,7 +145,7 @@ def _well_quoted(delimiter: str) -> re.Pattern[bytes]:
 
 
 @lru_cache
-def _backslash_quote(delimiter: str) -> re.Pattern[str]:
+def escaped_quote(delimiter: str) -> re.Pattern[str]:
     r"""Return a pattern for a quoted cell in which text follows \", neither its end nor a doubled quote."""
     mark = re.escape(delimiter)
     return re.compile(rf'(?:^|{mark})"(?:[^"\\]|\\[^"]|"")*\\"(?:[^"{mark}]|"(?:{mark}|$))')

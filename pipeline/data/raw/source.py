@@ -208,14 +208,20 @@ def _refuse_no_text(begin: bytes, source: Source, is_utf8: bool) -> None:
     found = next((each for signature, each in NO_TEXT.items() if begin.lstrip().startswith(signature)), None)
     if found is None and begin[257:262] == b"ustar":
         found = "a tar archive", "unpack it"
-    if found is None and is_utf8 and b"\x00" in begin:
-        even, odd = begin[::2].count(0), begin[1::2].count(0)
-        if max(even, odd) > 0.4 * len(begin) / 2 and min(even, odd) < 0.1 * len(begin) / 2:
-            found = "text in UTF-16 without its mark", f"set data.encoding=utf-16-{'le' if odd > even else 'be'}"
+    if found is None and is_utf8 and (encoding := utf16_of(begin)):
+        found = "text in UTF-16 without its mark", f"set data.encoding={encoding}"
     if found is None and is_utf8 and len(begin.translate(None, CONTROL)) < 0.95 * len(begin) and not _is_text(begin):
         found = "no text in UTF-8", "decompress it, or write it as text or as Parquet"
     if found and (is_utf8 or found[1] != TO_UTF16):
         raise DataError(f"{source.path} is {found[0]}, but is read as text: {found[1]}")
+
+
+def utf16_of(begin: bytes) -> str:
+    """Return the encoding of text in UTF-16 without its mark, by its zero bytes; "" for other bytes."""
+    even, odd = begin[::2].count(0), begin[1::2].count(0)
+    if max(even, odd) > 0.4 * len(begin) / 2 and min(even, odd) < 0.1 * len(begin) / 2:
+        return f"utf-16-{'le' if odd > even else 'be'}"
+    return ""
 
 
 def _is_text(begin: bytes) -> bool:
