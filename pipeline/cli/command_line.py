@@ -27,6 +27,7 @@ from pipeline.cli.compose import (
     config_folders,
     group_options,
     load_plugins_of,
+    own_key,
     with_registered_models,
 )
 from pipeline.config.jobs.job import CONFIG_NAMES
@@ -284,7 +285,7 @@ def explain_key(name: str, job_type: type) -> str:
     from pipeline.cli import reference
 
     conf, verb = config_folders(), CONFIG_NAMES[job_type]
-    found = reference.explain(name, job_type, verb, conf)
+    found = reference.explain(own_key(name, job_type), job_type, verb, conf)
     if not found:
         names = [key.name for key in reference.keys_of(job_type, verb, conf)]
         ends = [key for key in names if key.endswith(f".{name}")]

@@ -172,11 +172,21 @@ def _add_sections(config: DictConfig, job_type: type, key: str) -> None:
             node = node[name]
 
 
+def own_key(key: str, job_type: type) -> str:
+    """Return the job's own key for a key that has one name on all command lines. train and prepare
+    name a data set by data.path, and a verb of a run has no section data.
+    """
+    fields = get_type_hints(job_type)
+    own = {"data.path": "data_path", "from": "from_run"}.get(key, key)
+    return own if own in fields and key.partition(".")[0] not in fields else key
+
+
 def first_words(job_type: type) -> set[str]:
     """Return the first words of a verb's overrides: its fields (most groups are fields), and the
     other groups."""
     fields = {field.name for field in dataclasses.fields(job_type)}
-    return fields | {"experiment", "early_stop", "debug", "from"} if issubclass(job_type, TrainJob) else fields
+    others = {"experiment", "early_stop", "debug"} if issubclass(job_type, TrainJob) else set()
+    return fields | others | ({"from"} if job_type is TrainJob else set())
 
 
 def _raise_unknown_key(job_type: type, key: str, walked: list[str], choices: set[str]) -> NoReturn:
@@ -208,13 +218,15 @@ def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str |
     parsed = parse_overrides(overrides, first_words(job_type))
     # first, because plugins register options of groups and types of values
     load_plugins(_given_plugins(parsed))
-    run = next((str(each.value()) for each in parsed if each.key_or_group == "from" and job_type is TrainJob), None)
+    run = next((str(each.value()) for each in parsed if each.key_or_group == "from"), None)
     groups = with_registered_models(group_options(folders))
     # A verb's own field may have a group's name and hold text: evaluate's tables=own.
     words = {name for name, kind in get_type_hints(job_type).items() if kind is str}
     own_groups = {group: options for group, options in groups.items() if group in first_words(job_type) - words}
     choices, values = _split_overrides(parsed, own_groups, config_dir is not None)
-    if run is not None:
+    if run is not None and "from_run" in get_type_hints(job_type):
+        if job_type is not TrainJob:
+            raise ConfigError(f"from={run} is for train, which trains the run in that folder again")
         if choices:
             raise ConfigError(f"from={run} takes its config from that run: set single keys instead of {choices[0]}")
         config = from_extra("config_of_run", "from")(run)
@@ -234,9 +246,7 @@ def compose_job(job_type: type[Job], overrides: Iterable[str], config_dir: str |
         logger.warning(line)
     fields = get_type_hints(job_type)
     for override in values:
-        # train and prepare name a data set by data.path; a verb of a run has no section data
-        if override.key_or_group == "data.path" and "data" not in fields and "data_path" in fields:
-            override.key_or_group = "data_path"
+        override.key_or_group = own_key(override.key_or_group, job_type)
         if override.key_or_group == "plugins" and "plugins" not in fields:
             continue  # the job of a plugin's verb may have no such field
         apply_override(config, job_type, override)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli.command_line import load_config
+from pipeline.cli.command_line import explain_key, load_config
 from pipeline.config.data import ReaderConfig
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
@@ -30,6 +30,7 @@ def test_a_job_is_typed_all_the_way_down() -> None:
 
 def test_a_verb_of_a_run_names_a_data_set_as_train_does() -> None:
     assert load_config(EvaluateJob, ["run=r1", "data.path=x"]).data_path == "x"
+    assert explain_key("data.path", EvaluateJob).startswith("data_path = null")
     assert load_config(TrainJob, [QUICKSTART, "run_dir=a", "run_dir=a"]).run_dir == "a"  # as a project's Makefile may
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,11 +25,11 @@ from pipeline.data.read.reader import ShardReader
 from pipeline.runtime.errors import ServingError
 from pipeline.serving.artifact import export as recipe
 from pipeline.serving.artifact.certificate import refusal
-from pipeline.serving.artifact.export import ExportSummary
+from pipeline.serving.artifact.export import ExportSummary, ending
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.evaluate import evaluate
 from tests.serving.exports import run_export
-from tests.support.messages import names
+from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool
 
 SPLITS = {"train": 24_000, "validation": 3_000, "test": 3_000}
@@ -214,3 +215,9 @@ def test_a_refused_export_is_not_told_to_export_the_same_again(precision: str, s
     text = refusal(["train: NE rises"], {"limits": limits, "precisions": costs}, ["prune less"], precision)
     assert suggested in text and ("keeps" in text) == bool(suggested)
     assert text.endswith("prune less; or raise the limit")
+
+
+def test_a_long_export_names_the_setting_that_makes_it_shorter(small_artifact: ExportSummary) -> None:
+    rows = sum(parity["rows"] for parity in small_artifact.parity.values())
+    short, long = (ending(replace(small_artifact, seconds=seconds))[0] for seconds in (5.0, 206.0))
+    assert "parity.max_rows" not in short and mentions(long, f"206.0 s {rows:,} rows parity.max_rows=")

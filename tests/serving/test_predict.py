@@ -16,7 +16,7 @@ from pipeline.runtime.errors import DataError, ServingError
 from pipeline.serving.scoring.predict import describe, predict
 from tests.serving.predictions import expected, job_of, rows_of, write
 from tests.serving.stand_in import REFUSED_CITY, StandIn, score_of
-from tests.support.messages import names
+from tests.support.messages import mentions, names
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.csv", "rows.tsv", "rows.csv.gz"])
@@ -60,7 +60,9 @@ def test_bad_rows_have_no_score_and_stand_in_the_quarantine_with_file_line_and_r
         ("rows.csv", 9, "price is 'cheap', not a finite 32-bit number"),
         ("rows.csv", 33, f"city is {REFUSED_CITY!r}"),
     ]
-    assert "2 without a score" in describe(summary)
+    assert mentions(describe(summary), "2 without a score columns row, user, score") and "id_columns" not in describe(
+        summary
+    )
 
 
 def test_a_file_of_another_kind_is_given_up_early_with_its_reason(tmp_path: Path) -> None:
@@ -97,7 +99,8 @@ def test_criteo_rows_are_scored_with_their_labels_or_without(samples: Path, tmp_
 
 def test_the_same_command_again_has_nothing_to_do_and_another_is_refused(tmp_path: Path) -> None:
     source, output = write(tmp_path / "rows.parquet", rows_of(50)), tmp_path / "scores.parquet"
-    predict(job_of(source, output), lambda _: StandIn())
+    lines = describe(predict(job_of(source, output), lambda _: StandIn())).splitlines()
+    assert lines[-2].endswith("columns row, score") and mentions(lines[-1], "next `row` id_columns=[NAME]")
     before = output.stat()
     assert "nothing to do" in describe(predict(job_of(source, output), lambda _: StandIn()))
     assert output.stat() == before

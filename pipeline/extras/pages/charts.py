@@ -205,7 +205,7 @@ def bar_chart(label: str, bars: Sequence[Bar], colour: str = "validation", form:
     parts = []
     for index, bar in enumerate(bars):
         y, width = 4 + index * BAR_STEP, room * max(bar.value, 0.0) / high
-        name = bar.name if len(bar.name) <= BAR_LETTERS else "…" + bar.name[1 - BAR_LETTERS :]
+        name = _last_parts(bar.name)
         parts.append(text(BAR_NAMES - 6, y + 12, name, "end", title=bar.name))
         parts.append(rect(BAR_NAMES, y, max(width, 0.5), 15, colour, f"{bar.name}: {bar.value:.4g} ± {bar.error:.2g}"))
         end = BAR_NAMES + room * min(max(bar.value + bar.error, 0.0) / high, 1.0)
@@ -214,6 +214,13 @@ def bar_chart(label: str, bars: Sequence[Bar], colour: str = "validation", form:
             parts.append(f'<line class="whisker" x1="{begin:.1f}" x2="{end:.1f}" y1="{y + 7.5}" y2="{y + 7.5}"/>')
         parts.append(text(end + 5, y + 12, format(bar.value, form), "start", "faint"))
     return svg(label, LEFT + WIDTH + RIGHT, 4 + BAR_STEP * len(bars), parts)
+
+
+def _last_parts(name: str) -> str:
+    """Return the last parts of a dotted key that fit: sparse.lr of optimizer.sparse.lr."""
+    while len(name) > BAR_LETTERS and "." in name:
+        name = name.partition(".")[2]
+    return name if len(name) <= BAR_LETTERS else "…" + name[1 - BAR_LETTERS :]
 
 
 def rect(x: float, y: float, width: float, height: float, colour: str, title: str, opacity: float = 1.0) -> str:

@@ -95,6 +95,9 @@ def _summary(job: ExportJob, step: TrainedStep, output: str, manifest: Manifest,
     return ExportSummary(job.run, step.step, output, *about, seconds == 0.0, seconds, step.best_by)
 
 
+LONG_EXPORT_S = 60.0  # after which the output names the setting that makes an export shorter
+
+
 @dataclass
 class ExportSummary:
     """The summary. best_by: the metric, if the step was chosen as the best step of the run; otherwise ""."""
@@ -176,4 +179,9 @@ def ending(summary: ExportSummary) -> list[str]:
         line = f"already exported to {summary.artifact}: nothing to do"
     else:
         line = f"written to  {summary.artifact} ({show_size(summary.sizes['artifact'])}) in {summary.seconds:.1f} s"
+    rows = [parity["rows"] for parity in summary.parity.values() if "rows" in parity]
+    if summary.seconds > LONG_EXPORT_S and rows:
+        line += (
+            f", most of it to compare {sum(rows):,} rows with the trained model; parity.max_rows=10000 compares fewer"
+        )
     return [line, f"next        python -m pipeline serve {word('artifact', summary.artifact)}"]

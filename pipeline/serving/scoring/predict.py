@@ -88,7 +88,8 @@ def predict(
         storage.remove(staging)
     if publish_manifest(whole):
         logger.info("all %d shards are done: %s%s", job.num_shards, whole.output, MANIFEST_SUFFIX)
-    return replace(summary, num_scored_before=scored_before, seconds=time.monotonic() - started)
+    seconds = time.monotonic() - started
+    return replace(summary, num_scored_before=scored_before, seconds=seconds, columns=list(schema.names))
 
 
 def describe(summary: PredictSummary) -> str:
@@ -110,5 +111,9 @@ def describe(summary: PredictSummary) -> str:
     else:
         rate = (summary.num_rows - summary.num_scored_before) / max(summary.seconds, 1e-9)
         shown = f" ({rate:,.0f} rows/s)" if rate >= 1 else ""  # of a few rows it is the time of the start
-        lines.append(f"written to {summary.output} in {summary.seconds:.1f} s{shown}")
+        lines.append(
+            f"written to {summary.output} in {summary.seconds:.1f} s{shown}: columns {', '.join(summary.columns)}"
+        )
+        if set(summary.columns) <= {"file", "row", "score"}:
+            lines.append("next: match scores and rows by `row`, or add columns of the source with id_columns=[NAME]")
     return "\n".join(lines)

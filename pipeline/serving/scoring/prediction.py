@@ -47,6 +47,7 @@ class PredictSummary:
     num_scored_before: int = 0
     already_scored: bool = False
     seconds: float = 0.0
+    columns: list[str] = field(default_factory=list)  # of the output, if it was written now
 
 
 def check_apart(job: PredictJob) -> None:

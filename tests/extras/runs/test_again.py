@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs.train import TrainJob
+from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.config.registry import load_plugins
 from pipeline.extras.runs.hooks import source
 from pipeline.runtime.errors import ConfigError
@@ -67,6 +67,8 @@ def test_only_the_folders_of_a_training_are_its_own(small_run: Path, tmp_path: P
     assert job.tables["cat_25"].sharding.sharding_types == ["row_wise"]
     with pytest.raises(ConfigError, match="set single keys instead of model=fm"):
         load_config(TrainJob, [f"from={theirs}", "model=fm"])
+    with pytest.raises(ConfigError, match=r"from=.* is for train"):
+        load_config(PlanJob, [f"from={theirs}"])
     with pytest.raises(ConfigError, match="is not a run folder"):
         load_config(TrainJob, [f"from={tmp_path}"])
 
