@@ -287,9 +287,12 @@ def explain_key(name: str, job_type: type) -> str:
     conf, verb = config_folders(), CONFIG_NAMES[job_type]
     found = reference.explain(own_key(name, job_type), job_type, verb, conf)
     if not found:
-        names = [key.name for key in reference.keys_of(job_type, verb, conf)]
+        keys = reference.keys_of(job_type, verb, conf)
+        names, words = [key.name for key in keys], name.replace("_", " ").lower()
         ends = [key for key in names if key.endswith(f".{name}")]
-        near = f"; did you mean {' or '.join(ends[:4])}?" if ends else did_you_mean(name, names)
+        ends = ends or [key.name for key in keys if words in key.meaning.lower()]  # -h learning_rate
+        shortest = sorted(dict.fromkeys(ends), key=len)[:4]
+        near = f"; did you mean {' or '.join(shortest)}?" if ends else did_you_mean(name, names)
         raise ConfigError(f"{verb} has no key {name!r}{near}")
     lines = [
         f"{key.name} = {key.default or '(no default)'}{f'   (model={key.model})' if key.model else ''}\n    {key.kind}: {key.meaning}"

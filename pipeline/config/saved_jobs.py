@@ -71,8 +71,9 @@ def job_from_yaml(job_type: type[Job], text: str) -> Job:
         raise ConfigError(f"saved job: {error.full_key}: {str(error).splitlines()[0]}{near_field(error)}") from None
     except ConfigError as error:
         if missing := missing_plugins(plugins):
+            reason = str(error).partition(" is not one of ")[0]
             raise ConfigError(
-                f"saved job: this run needs plugin {missing[0]}, which is not loaded ({error}); "
+                f"saved job: this run needs plugin {missing[0]}, which is not loaded ({reason}); "
                 f"give plugins=[{','.join(plugins)}] to the same command"
             ) from None
         raise

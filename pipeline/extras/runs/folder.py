@@ -33,7 +33,7 @@ CONFIG, METRICS, SUMMARY, PLAN, STARTS, TAGS, TABLES, IMPORTANCE = (
     "importance.json",
 )
 SOURCE = "source"  # a folder: what the last start was started from
-PLUGINS = "source/plugins"
+PLUGINS, FACTS = "source/plugins", "source/facts.json"
 EVALUATION = re.compile(r"evaluation\.(\w+)\.step_(\d+)\.json")
 DEEPEST = 4  # levels of folders below the listed one
 
@@ -183,6 +183,11 @@ class Run:
         """Return the split, step and number of rows with which `importance` was measured."""
         found = self._json(IMPORTANCE)
         return str(found.get("split", "")), int(found.get("step", 0)), int(found.get("rows", 0))
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """Return what the bits of the last start depend on in addition to the config; empty if it is unknown."""
+        return self._json(FACTS)
 
     @property
     def name(self) -> str:

@@ -47,6 +47,17 @@ def test_every_step_is_listed_with_age_size_ranks_and_metrics(small_run: Path) -
     assert header.split() == ["step", "saved", "size", "ranks", "validation"] and str(small_run) in where
 
 
+def test_steps_are_listed_and_found_without_the_plugin_of_the_model(small_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(small_run, run)
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(
+        config.replace("kind: dlrm", "kind: mine").replace("plugins: []", "plugins: [mine]")
+    )
+    assert sum("best ne" in line for line in list_checkpoints(_job(str(run)))) == 1
+    assert len(show_checkpoint(_job("show", str(run)))) > 26
+
+
 def test_run_and_step_are_told_apart_in_any_order() -> None:
     for words in (("show", "runs/a", "30"), ("show", "30", "runs/a"), ("30", "show", "run=runs/a")):
         job = _job(*words)

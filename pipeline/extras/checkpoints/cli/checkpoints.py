@@ -41,7 +41,10 @@ def list_checkpoints(job: CheckpointsJob) -> list[str]:
     found = [summarize_step(folder, step) for step in list_steps(folder)]
     if not found:
         raise ConfigError(f"{folder} holds no checkpoint; run=<the run_dir of a training>")
-    trained = config_of(job.run)
+    try:
+        trained = config_of(job.run)
+    except ConfigError:  # without the plugin of its model the run is listed by its own metric, or NE
+        trained = None
     config = trained.checkpoint if trained else CheckpointConfig()
     metric = trained.best_metric if trained else config.best_metric or "ne"
     sign = -1.0 if is_higher_better(metric) else 1.0

@@ -5,7 +5,6 @@ and the versions of the code, so that `train from=RUN` can train the run again e
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -18,14 +17,12 @@ from pipeline.checkpoint.checkpointer import library_versions
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import register
 from pipeline.data.dataset import load_dataset
-from pipeline.extras.runs.folder import PLUGINS, SOURCE, open_run
+from pipeline.extras.runs.folder import FACTS, PLUGINS, SOURCE, open_run
 from pipeline.runtime.errors import DataError, UserError
 from pipeline.runtime.logs import get_logger, to_json
-from pipeline.runtime.storage import storage
 from pipeline.training.hooks.base import Hook, TrainingState
 from pipeline.training.hooks.record import commit_of, commit_of_package, differences
 
-FACTS = "facts.json"
 AGAIN = "again"  # how the training compares with the run that it trains again
 PROJECT = "commit of the project"  # for the reader: the files of plugins are compared instead
 MAX_FILE_BYTES = 1 << 20
@@ -52,7 +49,7 @@ class KeptSource(Hook):
         if self.job.from_run and not state.step:
             facts[AGAIN] = describe_again(self.job, facts)
             logger.info("again       %s", facts[AGAIN])
-        (folder / FACTS).write_text(to_json(facts, indent=1))
+        Path(self.job.run_dir, FACTS).write_text(to_json(facts, indent=1))
 
 
 def _config_dir(argv: list[str]) -> Path | None:
@@ -123,16 +120,15 @@ def _copy(root: Path, files: list[Path], target: Path) -> None:
 def describe_again(job: TrainJob, facts: dict[str, Any]) -> str:
     """Say whether this training should give the bits of the run that it repeats."""
     run = open_run(str(job.from_run))
-    path = storage.join(run.path, SOURCE, FACTS)
     try:
-        before = json.loads(storage.read_text(path)) if storage.is_file(path) else {}
         changed = [f"{key}={now} (the run: {then})" for key, (then, now) in differences(job, run.config).items()]
-    except (ValueError, UserError) as error:
+    except UserError as error:
         return f"trains {run.path}, which cannot be compared: {error}"
+    before = run.facts
     kept = {key: now for key, now in facts.items() if key != PROJECT and before.get(key, now) != now}
     changed += [f"{key} {now} (the run: {before[key]})" for key, now in kept.items()]
     if not before:
-        return f"trains {run.path}, which has no {SOURCE}/{FACTS} to compare this machine with"
+        return f"trains {run.path}, which has no {FACTS} to compare this machine with"
     if not changed:
         return f"trains {run.path} with the same config, data set, code, libraries, ranks and CPU: expect equal bits"
     return f"trains {run.path}; its bits may differ, because these differ: {'; '.join(changed)}"
