@@ -17,6 +17,7 @@ from pipeline.checkpoint.retention import is_higher_better, metric_of
 from pipeline.extras.runs.evaluation_stats import EvaluationStats, read_stats
 from pipeline.extras.runs.folder import Run, describe_plan
 from pipeline.extras.runs.intervals import Difference, Floats, difference, resampled_measures, same_rows
+from pipeline.planner.explain import print_grid
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.shell_words import word
 
@@ -26,7 +27,8 @@ SAME_VARIANT_SECTIONS = ("paths.", "logger.")
 SPLITS = ("test", "validation")  # in order of preference
 # two trainings of one config may differ by this much with several ranks, by the order of sums
 ROUNDING = 5e-6
-MIN_WIDTH = 22
+MAX_WIDTH = 28  # characters of a value on a terminal
+NONE = "-"
 LEFT_OUT = ("num_samples", "num_groups", "num_one_class_groups", "label_rate")
 
 
@@ -47,8 +49,8 @@ class Variant:
         return found
 
     @property
-    def label(self) -> str:
-        return f"{self.letter}  {', '.join(run.path for run in self.runs)}"
+    def paths(self) -> str:
+        return ", ".join(run.path for run in self.runs)
 
 
 @dataclass(frozen=True)
@@ -76,19 +78,87 @@ class Comparison:
     notes: list[str]
     confidence: float
 
-    def as_text(self) -> str:
-        lines = [variant.label for variant in self.variants]
-        lines += _section("config", self.config, self.variants)
-        lines.append(f"\n{f'{self.split} split':<24}" + "".join(f"{variant.letter:>12}" for variant in self.variants))
+    @property
+    def ranked_by(self) -> MetricRow:
+        """Return the metric that ranks the variants: the first one that most of them have. The main
+        label's NE is the first of a click model.
+        """
+        rows = [row for row in self.metrics if metric_of(row.name) != "calibration"] or self.metrics
+        return min(rows, key=lambda row: sum(map(math.isnan, row.means)))
+
+    @property
+    def ranking(self) -> list[tuple[Variant, str, str]]:
+        """Return each variant with its value of `ranked_by` and its difference from the baseline, best first."""
+        row = self.ranked_by
+        sign = -1.0 if is_higher_better(row.name) else 1.0
+        found = list(zip(self.variants, row.means, row.differences, strict=True))
+        found.sort(key=lambda each: (math.isnan(each[1]), sign * each[1]))
+        return [
+            (variant, _number(mean), describe(row.name, difference) if difference else self._why_none(variant))
+            for variant, mean, difference in found
+        ]
+
+    def _why_none(self, variant: Variant) -> str:
+        return "" if variant is not self.variants[0] or not self._has_intervals else "baseline"
+
+    @property
+    def _has_intervals(self) -> bool:
+        return any(difference for row in self.metrics for difference in row.differences)
+
+    @property
+    def against(self) -> str:
+        """Return the heading of differences."""
+        return f"against {self.variants[0].letter}, ± {100 * self.confidence:g} %"
+
+    def metric_rows(self) -> list[list[str]]:
+        """Return the metrics that do not rank. AUC and calibration have a second row with
+        differences; a log loss has none, because it is NE times a number that all runs share.
+        """
+        rows = []
         for row in self.metrics:
-            lines.append(f"  {row.name:<22}" + "".join(f"{_number(mean):>12}" for mean in row.means))
-            lines += [
-                f"  {'':<22}{describe(row.name, variant.letter, found)}"
-                for variant, found in zip(self.variants, row.differences, strict=True)
-                if found is not None
-            ]
-        lines += _section("also", self.others, self.variants)
-        return "\n".join([*lines, *(f"\nnote: {note}" for note in self.notes)])
+            if row is not self.ranked_by:
+                rows.append([row.name, *map(_number, row.means)])
+                if any(row.differences) and metric_of(row.name) != "logloss":
+                    rows.append(["  " + self.against, *(signed(each) if each else "" for each in row.differences)])
+        return rows
+
+    def shared_config(self) -> dict[str, list[str]]:
+        """Return the differing keys that all variants have."""
+        return {key: values for key, values in self.config.items() if NONE not in values}
+
+    def own_config(self) -> list[str]:
+        """Return a line for each variant with the keys that not every variant has, for example of its model."""
+        own = {key: values for key, values in self.config.items() if NONE in values}
+        lines = []
+        for index, variant in enumerate(self.variants):
+            keys = [f"{key}={values[index]}" for key, values in own.items() if values[index] != NONE]
+            lines += [f"only {variant.letter}: {', '.join(keys)}"] if keys else []
+        return lines
+
+    def common_facts(self) -> str:
+        """Return the facts that are equal for all variants."""
+        common = [f"{key} {values[0]}" for key, values in self.others.items() if len(set(values)) == 1]
+        return f"the same for all: {', '.join(common)}" if common and len(self.variants) > 1 else ""
+
+    def differing_facts(self) -> dict[str, list[str]]:
+        return {key: values for key, values in self.others.items() if len(set(values)) > 1 or len(self.variants) == 1}
+
+    def as_text(self) -> str:
+        letters = [variant.letter for variant in self.variants]
+        rows = [
+            [str(place), variant.letter, value, difference, variant.paths]
+            for place, (variant, value, difference) in enumerate(self.ranking, 1)
+        ]
+        headings = ("", f"{self.split} split", self.ranked_by.name, self.against, "runs")
+        parts = [print_grid(headings, rows, right=headings[2:3])]
+        if metrics := self.metric_rows():
+            parts.append(print_grid(("metric", *letters), metrics, right=letters))
+        if shared := self.shared_config():
+            parts.append(print_grid(("config", *letters), _cut(shared)))
+        parts += self.own_config()
+        if facts := self.differing_facts():
+            parts.append(print_grid(("also", *letters), _cut(facts)))
+        return "\n\n".join([*parts, *filter(None, [self.common_facts()]), *(f"note: {note}" for note in self.notes)])
 
     def as_rows(self) -> list[dict[str, Any]]:
         """Return a row for each variant and metric."""
@@ -217,33 +287,26 @@ def differing_config(variants: Sequence[Variant]) -> dict[str, list[str]]:
     configs = [_identity(variant.runs[0]) for variant in variants]
     keys = sorted({key for config in configs for key in config})
     return {
-        key: [config.get(key, "-") for config in configs]
+        key: [config.get(key, NONE) for config in configs]
         for key in keys
-        if len({config.get(key, "-") for config in configs}) > 1
+        if len({config.get(key, NONE) for config in configs}) > 1
     }
 
 
-def describe(metric: str, letter: str, found: Difference) -> str:
-    """Return a sentence: B is better by 0.0012 ± 0.0004 (98 %)."""
+def describe(metric: str, found: Difference) -> str:
+    """Return a few words: 0.0012 ± 0.0004 better."""
     if max(abs(found.value), found.half_width) < ROUNDING:
-        return f"{letter}: the same up to rounding"
-    amount = f"{abs(found.value):.{_places(found.half_width)}f} ± {found.half_width:.{_places(found.half_width)}f}"
-    chance = f"({100 * found.confidence:g} %)"
+        return "the same up to rounding"
     if not found.is_significant:
-        return f"{letter}: no difference seen, {'+' if found.value >= 0 else '-'}{amount} {chance}"
-    better = (found.value > 0) == is_higher_better(metric)
-    word = (
-        ("higher" if found.value > 0 else "lower")
-        if metric_of(metric) == "calibration"
-        else "better"
-        if better
-        else "worse"
-    )
-    if not found.seeds_known:
-        return (
-            f"{letter}'s one model is {word} on these rows by {amount} {chance}; one seed says nothing about its config"
-        )
-    return f"{letter} is {word} by {amount} {chance}"
+        return f"no difference seen ({signed(found)})"
+    word = "better" if (found.value > 0) == is_higher_better(metric) else "worse"
+    return f"{signed(found).lstrip('+-')} {word}"
+
+
+def signed(found: Difference) -> str:
+    """Return a difference with half of its interval: +0.0012 ± 0.0004."""
+    places = _places(found.half_width)
+    return f"{found.value:+.{places}f} ± {found.half_width:.{places}f}"
 
 
 def _places(half_width: float) -> int:
@@ -258,14 +321,16 @@ def _others(variants: Sequence[Variant]) -> dict[str, list[str]]:
 
     def mean(runs: list[Run], key: str) -> str:
         values = [run.summary["throughput"][key] for run in runs if key in run.summary.get("throughput", {})]
-        return f"{sum(values) / len(values):,.4g}" if values else "-"
+        value = sum(values) / len(values) if values else math.nan
+        return NONE if math.isnan(value) else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
     def first(variant: Variant, value: Any) -> str:
         return str(value) if value else "-"
 
     rows: dict[str, list[str]] = {
         "seeds": [", ".join(str(run.seed) for run in each.runs) for each in variants],
-        "steps": [", ".join(dict.fromkeys(str(run.chosen_step) for run in each.runs)) for each in variants],
+        "steps": [", ".join(dict.fromkeys(f"{run.chosen_step:,}" for run in each.runs)) for each in variants],
+        "samples": [f"{each.runs[0].chosen_step * each.runs[0].samples_a_step:,}" for each in variants],
         "samples/s": [mean(each.runs, "samples_per_s") for each in variants],
         "input stall, %": [mean(each.runs, "input_stall_percent") for each in variants],
         "memory a rank, GiB": [mean(each.runs, "peak_memory_gb") for each in variants],
@@ -298,17 +363,12 @@ def _notes(
     return notes
 
 
-def _section(title: str, rows: dict[str, list[str]], variants: Sequence[Variant]) -> list[str]:
-    if not rows:
-        return []
-    width = max(len(key) for key in rows)
-    columns = [max(MIN_WIDTH, *map(len, cells)) for cells in zip(*rows.values(), strict=True)]
-    header = f"\n{title:<{width + 2}}" + _cells([each.letter for each in variants], columns)
-    return [header, *(f"  {key:<{width}}" + _cells(values, columns) for key, values in rows.items())]
-
-
-def _cells(values: list[str], widths: list[int]) -> str:
-    return "".join(f"  {value:<{width}}" for value, width in zip(values, widths, strict=True)).rstrip()
+def _cut(rows: dict[str, list[str]]) -> list[list[str]]:
+    """Return rows for a terminal. The page has complete values."""
+    return [
+        [key, *(value if len(value) <= MAX_WIDTH else f"{value[: MAX_WIDTH - 1]}…" for value in values)]
+        for key, values in rows.items()
+    ]
 
 
 def _number(value: float) -> str:

@@ -198,6 +198,10 @@ class Run:
         return int(self.config.get("trainer", {}).get("seed", 0))
 
     @property
+    def samples_a_step(self) -> int:
+        return int(self.config.get("trainer", {}).get("global_batch_size", 1))
+
+    @property
     def step(self) -> int:
         return max((line["step"] for line in self.lines), default=0)
 

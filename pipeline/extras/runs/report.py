@@ -114,9 +114,10 @@ def render_report(run: Run) -> str:
         data_path=str(run.config.get("data", {}).get("path", "?")),
         splits=_splits(dataset, run.labels[0]) if dataset else [],
         starts=[
-            [each.time, f"{each.from_step:,}", each.host, str(each.world_size), each.commit or each.version, each.command]
+            [each.time, f"{each.from_step:,}", each.host, str(each.world_size), each.commit or each.version]
             for each in run.starts
         ],
+        commands="\n".join(dict.fromkeys(each.command for each in run.starts)) + "\n",
         config=yaml.safe_dump(run.config, sort_keys=False, default_flow_style=None, width=100, allow_unicode=True),
         written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     )  # fmt: skip

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 
-from pipeline.extras.pages.charts import line_chart
-from pipeline.extras.runs.compare import Comparison, MetricRow, describe, labels_of
-from pipeline.extras.runs.report import COLOURS, curve, metric_text
+from pipeline.extras.pages.charts import Line, line_chart
+from pipeline.extras.runs.compare import Comparison, labels_of
+from pipeline.extras.runs.folder import Run
+from pipeline.extras.runs.report import COLOURS, curve
 from pipeline.runtime.pages.html import render
 
 CURVES = (
@@ -31,27 +32,27 @@ def render_comparison(comparison: Comparison) -> str:
     for label, kind, title, metric in [*of_labels, ("", *SPEED)]:
         title = f"{label}: {title}" if label and len(labels) > 1 else title
         lines = [
-            curve(run, kind, metric, colours[each.letter], label, marks=kind == "validation")
+            by_samples(run, curve(run, kind, metric, colours[each.letter], label, marks=kind == "validation"))
             for each in variants
             for run in each.runs
         ]
-        charts.append((title, line_chart(f"{title} over steps", metric, lines)))
+        charts.append((title, line_chart(f"{title} over samples", metric, lines, "samples")))
     return render(
         "extras/runs/comparison.html",
-        "Comparison of runs",
-        heading=f"{len(variants)} variants, {sum(len(each.runs) for each in variants)} runs",
-        variants=[(colours[each.letter], each.label) for each in variants],
+        f"{len(variants)} variants, {sum(len(each.runs) for each in variants)} runs",
+        comparison=comparison,
         letters=letters,
-        config=[[key, *values] for key, values in comparison.config.items()],
-        split=comparison.split,
-        metrics=[_metric_row(row, letters) for row in comparison.metrics],
-        notes=comparison.notes,
+        legend=[(colours[letter], letter) for letter in letters],
+        ranking=[
+            [str(place), f"{each.letter}  {each.paths}", value, difference]
+            for place, (each, value, difference) in enumerate(comparison.ranking, 1)
+        ],
+        shared=[[key, *values] for key, values in comparison.shared_config().items()],
+        facts=[[key, *values] for key, values in comparison.differing_facts().items()],
         charts=[(title, chart) for title, chart in charts if chart],
-        others=[[key, *values] for key, values in comparison.others.items()],
     )
 
 
-def _metric_row(row: MetricRow, letters: list[str]) -> list[str]:
-    found = zip(letters, row.differences, strict=True)
-    described = "; ".join(describe(row.name, letter, difference) for letter, difference in found if difference)
-    return [row.name, *(metric_text(None if math.isnan(mean) else mean) for mean in row.means), described]
+def by_samples(run: Run, line: Line) -> Line:
+    """Return the line over samples, because a step of each run may have another number of samples."""
+    return replace(line, points=[(step * run.samples_a_step, value) for step, value in line.points])

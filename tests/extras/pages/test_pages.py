@@ -123,7 +123,7 @@ def pages(run_as_trained: Path, tmp_path: Path) -> dict[str, str]:
 
 
 SCREENS = [
-    (390, "dark"),
+    (360, "dark"),
     *(
         pytest.param(width, scheme, marks=pytest.mark.campaign)
         for width, scheme in [(390, "light"), (1280, "light"), (1280, "dark")]

@@ -133,4 +133,4 @@ def test_rows_of_one_class_that_are_drawn_say_nothing_and_warn_of_nothing() -> N
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             found = difference({0: "a"}, {0: "b"}, {"a": 0.5, "b": 0.5}, resampled[measure], CONFIDENCE)
-        assert describe(measure, "B", found) == "B: the same up to rounding"
+        assert describe(measure, found) == "the same up to rounding"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,11 +16,13 @@ import pytest
 import yaml
 
 from pipeline.cli.command_line import load_config, read_arguments
+from pipeline.extras.pages.charts import Line
 from pipeline.extras.runs.cli import runs as verb
 from pipeline.extras.runs.compare import compare
 from pipeline.extras.runs.config import RunsJob
 from pipeline.extras.runs.evaluation_stats import list_stats, read_stats, write_stats
 from pipeline.extras.runs.folder import Run, find_runs, open_run
+from pipeline.extras.runs.report_comparison import by_samples, render_comparison
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.storage.lease import RunFolderHeldError, take_lease
 from tests.support.messages import mentions, names
@@ -92,13 +95,41 @@ def test_a_planted_difference_is_called_and_one_between_seeds_is_not(copy: Copy)
     comparison = compare([*same, *worse])
     assert [len(variant.runs) for variant in comparison.variants] == [2, 2]
     assert list(comparison.config) == ["optimizer.sparse.lr"]
-    assert "B is worse by 0." in comparison.as_text() and "note" not in comparison.as_text()
+    assert [variant.letter for variant, _, _ in comparison.ranking] == ["A", "B"]
+    assert re.search(r"1   A +\S+ +baseline", comparison.as_text()) and "note" not in comparison.as_text()
+    assert re.search(r"2   B +\S+ +0\.\d+ ± 0\.\d+ worse", comparison.as_text())
     (row,) = (row for row in comparison.as_rows() if row["metric"] == "ne" and row["variant"] == "B")
     assert row["is_called"] and row["seeds_known"] and row["difference"] > 0
     text = compare(same).as_text()
-    assert "only in their seed" in text and "is better" not in text and "is worse" not in text
+    assert "only in their seed" in text and " better" not in text and " worse" not in text
     text = compare([same[0], open_run(str(copy("c", 5, lr=0.1)))]).as_text()
-    assert "one seed of each" in text and "B is " not in text
+    assert text.count("one seed of each") == 1
+
+
+def test_a_comparison_ranks_the_runs_and_states_each_fact_once(copy: Copy) -> None:
+    runs = [
+        open_run(str(copy(f"r{number}", lr=0.1 * number, worse=worse)))
+        for number, worse in ((1, 1.2), (2, 1.0), (3, 1.1))
+    ]
+    config = yaml.safe_load(Path(runs[2].path, "config.yaml").read_text())
+    config["model"] |= {"kind": "fm", "rank": 7}
+    config["trainer"]["global_batch_size"] = 512
+    Path(runs[2].path, "config.yaml").write_text(yaml.safe_dump(config))
+    comparison = compare([*runs[:2], open_run(runs[2].path)])
+    assert [(each.letter, difference) for each, _, difference in comparison.ranking][2] == ("A", "baseline")
+    assert [each.letter for each, _, _ in comparison.ranking] == ["B", "C", "A"]
+    # the ranking has NE, and the differences of the log loss would repeat those of NE
+    rows = comparison.metric_rows()
+    assert "ne" not in [row[0] for row in rows]
+    assert [row[0].strip()[:7] for row in rows if row[0] in ("logloss", "auc") or row[0].startswith(" ")].count(
+        "against"
+    ) == 2
+    assert comparison.own_config()[-1].startswith("only C: ") and "model.rank=7" in comparison.own_config()[-1]
+    assert "model.rank" not in comparison.shared_config()
+    assert "data set " in comparison.common_facts() and "data set" not in comparison.differing_facts()
+    # curves: 30 steps of 256 samples end where 15 steps of 512 samples do
+    lines = [by_samples(run, Line("", "", [(30.0, 0.5)])).points[0][0] for run in (runs[0], open_run(runs[2].path))]
+    assert lines == [30 * 256, 30 * 512] and "samples</text>" in render_comparison(comparison)
 
 
 def test_runs_over_other_rows_or_without_details_are_compared_without_intervals(copy: Copy) -> None:
