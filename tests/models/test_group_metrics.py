@@ -70,6 +70,13 @@ def test_group_metrics_equal_their_definitions(seed: int) -> None:
     assert group_metrics(groups[order], scores[order], labels[order], AT) == pytest.approx(expected, abs=1e-12)
 
 
+def test_gauc_does_not_depend_on_the_scale_of_the_weights() -> None:
+    groups, scores, labels = drawn(0)
+    expected = by_definition(groups, scores, labels)["gauc"]
+    found = group_metrics(groups, scores, labels, AT, np.full(len(groups), 0.01, np.float32))
+    assert found["gauc"] == pytest.approx(expected, abs=1e-6)
+
+
 def test_groups_of_one_class_are_left_out_and_counted() -> None:
     groups = np.array([7, 7, 7, 8, 8, 9, 9])
     scores = np.array([0.1, 0.9, 0.5, 0.3, 0.2, 0.6, 0.7])

@@ -130,7 +130,8 @@ def _ties_of(
 def _aucs(ties: _Ties, positives: Floats, rows: Floats) -> Floats:
     """Return the AUC of each group [num_groups]. The value of a group with one class has no meaning."""
     above = (ties.sizes - ties.positives) * (ties.positives_before + ties.positives / 2)
-    aucs: Floats = ties.total(above) / np.maximum(positives * (rows - positives), 1.0)
+    pairs = positives * (rows - positives)  # below 1 if weights are small
+    aucs: Floats = ties.total(above) / np.where(pairs > 0, pairs, 1.0)
     return aucs
 
 
