@@ -75,9 +75,9 @@ def render_report(run: Run) -> str:
     step, metrics = run.metrics(split)
     found, dataset, plan = stats_of(run, split, step), run.dataset, _plan_of(run)
     of_labels = {label: stats for label in run.labels if found and (stats := found.of_label(label))}
-    stats, rates = of_labels.get(run.labels[0]), _rates(run)
+    measured, stats = next(iter(of_labels.items()), ("", None))  # of the main label, if it is binary
+    rates = _rates(run)
     several = len(run.labels) > 1
-    names, evaluations = _evaluations(run)
     has_features = dataset is not None and (dataset.sparse_features or dataset.dense_features)
     return render(
         "extras/runs/report.html",
@@ -86,6 +86,7 @@ def render_report(run: Run) -> str:
         split=split,
         num_ranks=run.starts[-1].world_size if run.starts else run.config.get("world_size", 1),
         several=several,
+        measured=measured,
         not_learnt=[each.name for each in dataset.all_labels if each.name not in run.labels] if dataset else [],
         cards=_cards(run, split, step, metrics),
         warnings=list(warnings_of(run, metrics, found)),
@@ -105,8 +106,7 @@ def render_report(run: Run) -> str:
             for label, each in of_labels.items() for row in slice_rows(dataset, each, run)
         ],
         MIN_SLICE_ROWS=MIN_SLICE_ROWS,
-        metric_names=names,
-        evaluations=evaluations,
+        evaluations=[(label, *_evaluations(run, label)) for label in run.labels] if run.evaluations else [],
         plan=plan,
         sharding_types=_sharding_types(plan) if plan else "",
         explained=explain(plan) if plan else "",
@@ -219,22 +219,12 @@ def curve(run: Run, kind: str, metric: str, colour: str, label: str = "", marks:
     return Line(kind, colour, [(step, value) for step, value in found if value is not None], marks)
 
 
-def _evaluations(run: Run) -> tuple[list[str], list[list[str]]]:
-    """Return the names of the metrics, and a row for each evaluation, or for each label of an evaluation."""
-    rows = [
-        (where, label, run.of_label(metrics, label))
-        for where, metrics in list(run.evaluations.items())[-MAX_EVALUATIONS:]
-        for label in run.labels
-    ]
-    names = list(dict.fromkeys(name for _, _, values in rows for name in values))
+def _evaluations(run: Run, label: str) -> tuple[list[str], list[list[str]]]:
+    """Return the names of the label's metrics, and a row for each evaluation."""
+    rows = [(where, run.of_label(values, label)) for where, values in list(run.evaluations.items())[-MAX_EVALUATIONS:]]
+    names = list(dict.fromkeys(name for _, values in rows for name in values))
     return names, [
-        [
-            split,
-            f"{step:,}",
-            *([label] if len(run.labels) > 1 else []),
-            *(metric_text(values.get(name)) for name in names),
-        ]
-        for (split, step), label, values in rows
+        [split, f"{step:,}", *(metric_text(values.get(name)) for name in names)] for (split, step), values in rows
     ]
 
 

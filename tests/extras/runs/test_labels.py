@@ -24,6 +24,7 @@ from pipeline.extras.runs.listing import as_text, describe_run, sorted_runs
 from pipeline.extras.runs.report import render_report
 from pipeline.extras.runs.report_comparison import render_comparison
 from pipeline.training.summary import describe, summarize
+from tests.support.browser import open_pages
 
 BINARY = {"ne": 0.9, "logloss": 0.5, "calibration": 1.0, "label_rate": 0.2, "auc": 0.7, "num_samples": 1000}
 NUMBER = {"mse": 0.8, "mae": 0.7, "r2": 0.2, "num_samples": 900}
@@ -87,7 +88,7 @@ def test_a_comparison_has_a_row_for_each_label_whatever_label_is_the_main_one(tm
 
 def test_a_page_shows_each_label_and_never_takes_one_label_for_another(tmp_path: Path) -> None:
     page = render_report(make_run(tmp_path / "run", "spend", {**THREE, "buy": {**BINARY, "calibration": 1.3}}))
-    assert re.findall(r"<h3>(.*?)</h3>", page) == ["spend", "click", "buy"]
+    assert re.findall(r"<h3>(.*?)</h3>", page) == 2 * ["spend", "click", "buy"]  # charts, evaluations
     quality = page.partition("<h3>spend</h3>")[2].partition("<h3>")[0]
     assert "Mean squared error" in quality and "AUC" not in quality and ">NE<" not in quality
     for text in (
@@ -96,9 +97,18 @@ def test_a_page_shows_each_label_and_never_takes_one_label_for_another(tmp_path:
         "Predictions of buy are 30% too high",
     ):
         assert text in page
-    assert '<th scope="col">label</th>' in page and "click/ne" not in page
+    assert "click/ne" not in page and 'aria-label="evaluations of buy"' in page
     alone = render_report(make_run(tmp_path / "alone", "click", {"click": BINARY}))
-    assert "<h3>" not in alone and '<th scope="col">label</th>' not in alone and "<span>NE on the" in alone
+    assert "<h3>" not in alone and 'aria-label="evaluations"' in alone and "<span>NE on the" in alone
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("width", [390, 1280])
+def test_pages_of_three_labels_fit_the_screen(tmp_path: Path, width: int) -> None:
+    runs = [make_run(tmp_path / name, name, THREE) for name in THREE]
+    pages = [render_report(runs[0]), render_report(runs[2]), render_comparison(compare(runs))]
+    for seen in open_pages(pages, tmp_path, width):
+        assert seen.violations == [] and seen.content <= seen.width == width
 
 
 def test_a_fault_of_one_label_is_diagnosed_by_its_name(tmp_path: Path) -> None:
