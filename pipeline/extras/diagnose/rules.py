@@ -45,14 +45,14 @@ logger = get_logger("pipeline.diagnose")
 
 
 class Facts:
-    """What is known of a label of a run. Each fact is computed when a check asks for it."""
+    """Holds facts about one label of a run. Each fact is computed when a check asks for it."""
 
     def __init__(self, run: Run, label: str) -> None:
         self.run, self.label, self.dataset = run, label, run.dataset
         self.step, metrics = run.metrics("validation")
         self.metrics = run.of_label(metrics, label)
         counts = [run.of_label(metrics, each).get("num_samples", 0) for each in run.labels]
-        # of the rows, those that have the label: a masked label counts in a part of them
+        # share of the rows in which the label counts; below 1 for a masked label
         self.share = self.metrics.get("num_samples", 1) / (max(counts) or 1)
         self.importance = run.importance if label == run.labels[0] else {}
 
@@ -414,7 +414,7 @@ class Problem:
 
 
 def find_problems(run: Run) -> list[Problem]:
-    """Return the findings of all labels in the order of RULES, without those that another finding
+    """Return the findings of all labels in the order of RULES, except findings that another one
     explains. A finding that only some labels have begins with their names.
     """
     labels_of: dict[tuple[int, str], list[str]] = {}  # number of the rule, and numbers -> labels

@@ -45,7 +45,7 @@ class StatsCollector:
             self._labels[prefix].update(prediction, batch, positions)
 
     def compute(self, split: str, step: int, metrics: dict[str, float]) -> EvaluationStats | None:
-        """Collective: return the statistics on rank 0, of the first label with those of other
+        """Collective: return the statistics on rank 0, of the first label, and of other
         labels in `others`. None if no label has any, and on other ranks. All ranks have seen
         batches of the same labels.
         """
