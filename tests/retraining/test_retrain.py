@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs.retrain import RetrainJob
+from pipeline.cli.registry import list_versions
+from pipeline.config.jobs.retrain import RegistryJob, RetrainJob
 from pipeline.data.raw.source import SourceChangedError
 from pipeline.extras.generate.conversions import write_source
 from pipeline.extras.generate.kinds import ConversionsConfig
 from pipeline.retraining import row_sketch, window_runner
 from pipeline.retraining.find_artifact import find_artifact
-from pipeline.retraining.ledger import PROMOTED, REJECTED, SKIPPED, UNPINNED, Ledger, Record
+from pipeline.retraining.ledger import PROMOTED, REJECTED, SKIPPED, UNPINNED, Ledger, Record, describe_record
 from pipeline.retraining.promotion import promote
 from pipeline.retraining.registry import Registry
 from pipeline.retraining.tick import describe, retrain
@@ -246,6 +247,8 @@ def test_versions_of_several_labels_follow_each_other_with_artifacts(tmp_path: P
     assert [record.state for record in summary.records] == [PROMOTED, PROMOTED], [r.reasons for r in summary.records]
     metrics = summary.records[1].metrics
     assert metrics["eval_label_rate"] > 0.3 and metrics["eval_rows"] < 4000  # conversions, of clicked rows
+    assert "NE of conversion 0." in describe_record(summary.records[1])
+    assert "(conversion)" in list_versions(load_config(RegistryJob, [f"registry={tmp_path}/registry"]))[-1]
     champion = Registry(str(tmp_path / "registry")).champion()
     assert champion is not None and champion.artifact is not None
     assert [task.name for task in read_manifest(champion.artifact).tasks] == ["click", "conversion"]
