@@ -220,7 +220,12 @@ CASES = (
         for purpose in World(Path()).manifests
         for way in OF_MANIFESTS
     ]
-    + [(pointer, way, seed) for seed in range(2) for pointer in (Purpose.CHAMPION, Purpose.PIN) for way in OF_POINTERS]
+    + [
+        (pointer, way, seed)
+        for seed in range(SEED, SEED + 2 * SCALE)
+        for pointer in (Purpose.CHAMPION, Purpose.PIN)
+        for way in OF_POINTERS
+    ]
     + [(Purpose.VERSION, way, 0) for way in OF_FOLDERS]
 )
 DEFAULT = CASES[:48:5] + CASES[-31:-17:2] + CASES[-3:]

@@ -21,6 +21,7 @@ from pipeline.config.columns import ColumnsConfig
 from pipeline.config.data import SplitConfig
 from tests.data.criteo_rows import random_lines, read_split, run_prepare, write_lines
 from tests.faults.conftest import FaultRecorder
+from tests.support.examples import SEED
 from tests.support.messages import mentions, names
 
 COLUMNS = ColumnsConfig(label="y", dense=["x"], sparse=["a", "b"])
@@ -123,7 +124,7 @@ def test_flipped_bytes_of_a_parquet_source_end_in_a_named_error_or_sound_rows(
     tmp_path: Path, fault: FaultRecorder
 ) -> None:
     """Writers rarely leave page checksums, so a flip among the values is another value: no crash is all there is."""
-    draw, named = random.Random(3), 0
+    draw, named = random.Random(3 + SEED), 0
     source = Path(write_files(tmp_path / "days", "parquet", table())) / "day_0.parquet"
     sound = source.read_bytes()
     for number in range(60):
@@ -137,7 +138,7 @@ def test_flipped_bytes_of_a_parquet_source_end_in_a_named_error_or_sound_rows(
             assert dataset.accepted_rows + dataset.quarantined_rows == dataset.source_rows
         except ValueError:
             named += 1
-    fault(19, f"60 bit flips in a Parquet source: {named} named errors, 0 crashes", count=60, seed=3)
+    fault(19, f"60 bit flips in a Parquet source: {named} named errors, 0 crashes", count=60, seed=3 + SEED)
 
 
 def test_empty_files_among_others_add_nothing_and_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

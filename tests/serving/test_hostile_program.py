@@ -23,6 +23,7 @@ from pipeline.runtime.errors import DamagedError, UserError
 from pipeline.serving.artifact.dense_export import export_layers, program_bytes
 from pipeline.serving.scoring.dense_program import load_program
 from pipeline.serving.scoring.program_graph import OPERATORS, UnlistedOperatorError
+from tests.support.examples import SEED
 from tests.support.messages import names
 
 MODEL = "archive/models/model.json"
@@ -273,7 +274,7 @@ def test_mutated_programs_load_or_are_refused(
     members, found, slowest = _members(content), {"loaded": 0, "refused": 0}, 0.0
     load_program(content, "dense.pt2")(*inputs)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for seed in range(count):
+    for seed in range(SEED, SEED + count):
         changed, started = _mutated(members, random.Random(seed)), time.process_time()
         with _stopped_after(CPU_SECONDS):
             try:

@@ -47,6 +47,7 @@ from tests.serving.servers import ROW, running
 from tests.serving.stand_in import StandIn, score_of
 from tests.serving.test_artifacts_served import raw_rows
 from tests.serving.test_switching import wait_until
+from tests.support.examples import SEED
 from tests.support.messages import names
 from tests.support.object_store import FaultyProxy, store  # noqa: F401
 from tests.support.ranks import RankPool
@@ -390,7 +391,7 @@ def test_an_artifact_in_an_object_store_takes_deltas_too(
 def test_no_flipped_bit_of_a_delta_is_served(published: str, tmp_path: Path) -> None:
     """300 bits over all of its files: each delta is refused as a whole."""
     copy = Path(shutil.copytree(published, tmp_path / "copy"))
-    manifest, generator, silent = read_manifest(published), random.Random(18), []
+    manifest, generator, silent = read_manifest(published), random.Random(18 + SEED), []
     files = sorted(path for path in (copy / "deltas" / "00000001").iterdir())
     for number in range(300):
         path = files[number % len(files)]

@@ -13,6 +13,7 @@ import pytest
 from pipeline.config.serving import RetrievalConfig
 from pipeline.extras.retrieval.index import index_class
 from pipeline.runtime.errors import ServingError
+from tests.support.examples import SEED
 
 ITEMS, DIM = 400, 4
 
@@ -58,7 +59,7 @@ def test_a_mutated_index_is_refused_or_finds_items(
     files: dict[str, Path], tmp_path: Path, kind: str, count: int
 ) -> None:
     _search(kind, files[kind])
-    arguments = kind, files[kind].read_bytes(), tmp_path / "index", range(count)
+    arguments = kind, files[kind].read_bytes(), tmp_path / "index", range(SEED, SEED + count)
     child = multiprocessing.get_context("fork").Process(target=_try_mutations, args=arguments)
     child.start()
     child.join()
