@@ -81,12 +81,18 @@ def read_values(path: str, batch_rows: int = 1 << 16) -> Iterator[tuple[int, lis
     """
     expected = 1
     try:
-        with storage.open_file(path, "rb") as raw, pq.ParquetFile(raw) as file:
+        # Dictionaries are kept: one long value of a few bytes a row could stand for gigabytes.
+        with storage.open_file(path, "rb") as raw, pq.ParquetFile(raw, read_dictionary=["value"]) as file:
             for batch in file.iter_batches(batch_size=batch_rows, columns=["value", "id"]):
+                values = batch["value"]
                 ids = batch["id"].to_numpy()
                 if not np.array_equal(ids, np.arange(expected, expected + len(ids))):
                     raise CheckpointError(f"the ids of {path} are not 1, 2, 3, ...: prepare the data set again")
-                yield expected, batch["value"].to_pylist()
+                if not isinstance(values, pa.DictionaryArray):
+                    raise CheckpointError(f"{path} is no vocabulary: column 'value' has type {values.type}")
+                if len(values.indices.unique()) < len(values):
+                    raise CheckpointError(f"{path} has a value twice: prepare the data set again")
+                yield expected, values.dictionary_decode().to_pylist()
                 expected += len(ids)
     except CheckpointError:
         raise

@@ -20,9 +20,9 @@ logger = get_logger(__name__)
 def find_vocabulary(folder: str, feature: SparseFeature) -> str:
     """Return a local path of the vocabulary of a feature of the data set in `folder`.
 
-    Its size and SHA-256 are compared with dataset.json, once for each state of the file. A data set
-    of an earlier release has no such values; a log line then says that its vocabularies are not
-    checked.
+    Its size, its SHA-256 and its number of values are compared with dataset.json, once for each
+    state of the file. A data set of an earlier release has no SHA-256; a log line then says that
+    its vocabularies are not checked.
 
     Raises:
         DataError: the file is missing or damaged.
@@ -60,5 +60,28 @@ def _problem(path: str, feature: SparseFeature) -> str:
             return f"is damaged: it has {stamp.size_bytes:,} bytes, {FILE_NAME} says {feature.vocabulary_bytes:,}"
         if (found := storage.sha256_of(path)) != wanted:
             return f"is damaged: its SHA-256 is {found}, {FILE_NAME} says {wanted}"
+    if problem := _size_problem(path, feature, stamp.size_bytes):
+        return problem
     _intact.add((path, stamp, str(wanted)))
+    return ""
+
+
+def _size_problem(path: str, feature: SparseFeature, size_bytes: int) -> str:
+    """Return "" if the footer of the file states as many rows as the feature has ids, and no more
+    bytes than such a file can hold. Nothing else is read.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        footer = pq.read_metadata(path)
+    except (pa.ArrowException, OSError) as error:
+        if getattr(error, "errno", None) is not None:
+            raise
+        return f"is damaged ({' '.join(str(error).split())[:200]})"
+    if footer.num_rows != feature.cardinality - 1:
+        return f"has {footer.num_rows:,} values, {FILE_NAME} says {feature.cardinality - 1:,}"
+    unpacked = sum(footer.row_group(number).total_byte_size for number in range(footer.num_row_groups))
+    if unpacked > (most := storage.most_unpacked_bytes(size_bytes)):
+        return f"has {size_bytes:,} bytes, which unpack to {unpacked:,} bytes; at most {most:,} are read"
     return ""

@@ -37,13 +37,13 @@ from pipeline.planner.plan_record import read_view
 from pipeline.retraining.ledger import Ledger
 from pipeline.retraining.registry import Registry
 from pipeline.runtime.errors import UserError
+from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.checksums import checksums_of
 from pipeline.runtime.storage.manifest import MANIFEST, seal_manifest
 from pipeline.runtime.storage.signature import Purpose
 from pipeline.serving.artifact import manifest as artifacts
 from pipeline.serving.artifact.composed import ComposedTables
 from pipeline.serving.artifact.deltas import name_of, newest_sequence, read_delta, why_pinned
-from pipeline.serving.scoring import artifact_files
 from pipeline.serving.scoring.artifact_files import ArtifactFiles
 from tests.embeddings.compressed import table_of
 from tests.faults.signed_world import World, make_world
@@ -218,7 +218,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     (made.folder / "dataset.json").write_text(described_dataset({"cat_0": 10, "cat_1": 3}).to_json())
     shutil.copy(PLAN, made.folder / "plan.json")
     (made.folder / "vocabulary").mkdir()
-    table = pa.table({"value": ["a", "b", "c"] * 50, "id": np.arange(1, 151)})
+    table = pa.table({"value": [f"v{number}" for number in range(150)], "id": np.arange(1, 151)})
     options = pa.ipc.IpcWriteOptions(compression="lz4")
     with pa.ipc.new_file(made.folder / "vocabulary/00000.arrow", table.schema, options=options) as file:
         file.write_table(table)
@@ -288,7 +288,7 @@ def test_three_thousand_mutations_of_a_file_give_user_errors_or_are_read(name: s
 def test_a_vocabulary_that_unpacks_to_too_much_is_refused_before_it_is_unpacked(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(artifact_files, "most_unpacked_bytes", lambda size_bytes: 32 * size_bytes)
+    monkeypatch.setattr(storage, "most_unpacked_bytes", lambda size_bytes: 32 * size_bytes)
     name, path = "vocabulary/00000.arrow", world.folder / "vocabulary/00000.arrow"
     before = path.read_bytes()
     table = pa.table({"value": ["a" * 100_000] * 20, "id": np.arange(1, 21, dtype=np.int32)})

@@ -215,6 +215,11 @@ def size_bytes(path: str) -> int:
         return file.seek(0, os.SEEK_END)
 
 
+def most_unpacked_bytes(size_bytes: int) -> int:
+    """Return the maximum memory for unpacking a vocabulary's file of `size_bytes`."""
+    return max(256 << 20, 32 * size_bytes)
+
+
 def sha256_of(path: str) -> str:
     digest = hashlib.sha256()
     with open_file(path, "rb") as file:

@@ -170,11 +170,6 @@ class Manifest:
         return values
 
 
-def most_unpacked_bytes(size_bytes: int) -> int:
-    """Return the maximum memory for unpacking a vocabulary's file of `size_bytes`."""
-    return max(256 << 20, 32 * size_bytes)
-
-
 def read_manifest(path: str) -> Manifest:
     """Read the manifest of the artifact at `path`.
 

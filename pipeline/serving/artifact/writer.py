@@ -30,7 +30,6 @@ from pipeline.serving.artifact.manifest import (
     UNFINISHED,
     Manifest,
     TableFiles,
-    most_unpacked_bytes,
 )
 from pipeline.serving.artifact.plan import ExportPlan
 from pipeline.serving.artifact.quantize import write_rows
@@ -129,7 +128,7 @@ class ArtifactWriter:
                     file.write_table(table)
                 writer.close()
                 entry = self._files[name] = writer.entry()
-            if table.nbytes <= most_unpacked_bytes(entry["size_bytes"]):
+            if table.nbytes <= storage.most_unpacked_bytes(entry["size_bytes"]):
                 return
 
     def manifest(self, plan: ExportPlan) -> Manifest:

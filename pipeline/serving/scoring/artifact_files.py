@@ -24,7 +24,6 @@ from pipeline.serving.artifact.manifest import (
     ArtifactError,
     Manifest,
     TableFiles,
-    most_unpacked_bytes,
 )
 from pipeline.serving.artifact.quantize import KeptRows
 from pipeline.serving.artifact.raw_schema import RawFeature
@@ -142,7 +141,7 @@ class ArtifactFiles:
             if content[: len(FILE_MAGIC)].to_pybytes() != FILE_MAGIC:
                 raise ArtifactError(f"{name} is no vocabulary: it is not an Arrow file")
             stream = content[len(FILE_MAGIC) :]  # the footer is not read, because it could point to other bytes
-            if (unpacked := unpacked_bytes(stream)) > most_unpacked_bytes(content.size):
+            if (unpacked := unpacked_bytes(stream)) > storage.most_unpacked_bytes(content.size):
                 raise ArtifactError(f"{name} has {content.size} bytes, which unpack to {unpacked}; export again")
             with pa.ipc.open_stream(stream) as file:
                 if odd := [each for each in file.schema if not (pa.types.is_integer(each.type) or _is_text(each.type))]:
