@@ -118,9 +118,8 @@ def test_mutated_requests_get_no_500_and_change_no_score(small_artifact: ExportS
     with running("pipeline serve", *words) as server:
         wanted = server.client.post(f"{server.url}/score", json=reference).content
         first = _post(json.dumps(reference).encode(), "application/json")
-        for _ in range(200):  # caches are warm, and threads are there
-            _ask(server.port, _post(_stream(chance, schema), ARROW))
-        before = _held(server.process.pid)
+        # Allocators keep a large body's memory until they use it again: a leak raises the least.
+        before = _least_held(server, chance, schema)
         for number in range(HTTP + JSON + ARROWS):
             if number < HTTP:
                 path = chance.choice(("/score", "/health", "/docs", "/metrics", "/openapi.json"))
@@ -134,12 +133,12 @@ def test_mutated_requests_get_no_500_and_change_no_score(small_artifact: ExportS
             if number % 500 == 0:
                 _assert_same(server, reference, wanted)
         _assert_same(server, reference, wanted)
-        after = _held(server.process.pid)
+        after = _least_held(server, chance, schema)
     print(
         f"{HTTP + JSON + ARROWS} requests: {dict(sorted(found.items()))}; MiB, threads, descriptors {before} -> {after}"
     )
     assert found["200"] > 500 and found["400"] > 500 and found["413"] > 20 and found["422"] > 500
-    assert after[0] < before[0] + 128 and after[1] <= before[1] + 2 and after[2] <= before[2] + 4
+    assert after[0] < before[0] + 64 and after[1] <= before[1] + 2 and after[2] <= before[2] + 4
 
 
 @pytest.mark.campaign
@@ -170,6 +169,16 @@ def test_bodies_within_the_limits_take_less_than_256_mib(small_artifact: ExportS
             peak = int(re.findall(r"VmHWM:\s+(\d+)", status.read_text())[0]) / 1024
             print(f"{name}: {len(request) / 1e6:.1f} MB are answered {wanted}; {before:.0f} -> at most {peak:.0f} MiB")
             assert peak < before + 256, name
+
+
+def _least_held(server: Server, chance: random.Random, schema: pa.Schema) -> tuple[float, int, int]:
+    """What the server holds at least while it answers 200 Arrow requests."""
+    held = []
+    for _ in range(200):
+        _ask(server.port, _post(_stream(chance, schema), ARROW))
+        held.append(_held(server.process.pid))
+    mib, threads, descriptors = zip(*held, strict=True)
+    return min(mib), min(threads), min(descriptors)
 
 
 def _assert_same(server: Server, reference: object, wanted: bytes) -> None:
