@@ -182,7 +182,7 @@ def _paths(values: Any, *keys: Any) -> Iterator[tuple[Any, ...]]:
 @pytest.mark.campaign
 def test_manifests_and_vocabularies_changed_at_random_load_or_are_one_line(artifact: Path, tmp_path: Path) -> None:
     """400 values of a manifest replaced by others, and 200 vocabularies with a few other bytes, all resealed."""
-    chance, original = random.Random(8211 + SEED), read_sealed(str(artifact / "manifest.json"))
+    chance, original = random.Random(8211 + SEED), read_sealed(str(artifact / "manifest.json"), None)
     others = [None, True, -1, 0, 3, 2**63, 10**400, 1.5, "", "x", "../x", [], [[]], ["x"], {}, {"x": 1}, {"x": []}]
     paths, refused = [path for path in _paths(original) if path], 0
     vocabularies = sorted(set(original["vocabularies"].values()))
@@ -200,7 +200,7 @@ def test_manifests_and_vocabularies_changed_at_random_load_or_are_one_line(artif
             kept, spoilt = (artifact / name).read_bytes(), tmp_path / f"spoilt_{number}"
             values["files"][name] = write_bytes(str(spoilt), bytes(content))
             _write(artifact / name, bytes(content))
-        _write(artifact / "manifest.json", seal_manifest(values).encode())
+        _write(artifact / "manifest.json", seal_manifest(values, Purpose.ARTIFACT).encode())
         try:
             predictor = Predictor.load(str(artifact), memory="mapped")
             assert predictor.version
