@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from pipeline.data.prepare import prepare as prepare_module
 from pipeline.data.prepare.run import prepare
 from pipeline.data.raw import source as source_module
 from pipeline.data.raw.source import SourceChangedError
-from tests.data.sources import COLUMNS, prepare_rows
+from pipeline.runtime.errors import DataError
+from tests.data.sources import COLUMNS, TRAIN_ALONE, prepare_rows
 from tests.data.test_executors import digests, small_blocks  # noqa: F401
 from tests.support.messages import names
 
@@ -222,3 +225,48 @@ def test_a_changed_source_says_what_changed(tmp_path: Path) -> None:
     _append(path)
     with pytest.raises(SourceChangedError, match=names(f"rows.csv 18 bytes {path.stat().st_size:,} modified")):
         source_module.check_unchanged([listed])
+
+
+def _large_source(folder: Path) -> tuple[Path, int]:
+    """A file of 5 MB, and the place of a label between two of the 64 samples."""
+    path = folder / "rows.csv"
+    path.write_bytes(b"y,x,c,m\n" + b"".join(b"%d,%d.5,c%d,m\n" % (row % 2, row, row % 13) for row in range(350_000)))
+    content = path.read_bytes()
+    size = len(content)
+    begins = [(size - source_module.SAMPLE_BYTES) * i // 63 for i in range(64)]
+    at = begins[30] + source_module.SAMPLE_BYTES
+    assert size > source_module.SAMPLE_BYTES * 64 and at + 200 < begins[31]
+    return path, content.index(b"\n", at) + 1
+
+
+def _flip_label(path: Path, at: int, modified: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        label = file.read(1)
+        file.seek(at)
+        file.write(b"1" if label == b"0" else b"0")
+    os.utime(path, (modified, modified))
+
+
+def test_a_changed_byte_between_the_samples_of_a_prepared_source_is_found(tmp_path: Path) -> None:
+    """`prepare` said that the data set was complete."""
+    path, at = _large_source(tmp_path)
+    os.utime(path, (HOUR_AGO, HOUR_AGO))
+    assert not prepare_rows(tmp_path, path).already_prepared
+    os.utime(path)  # written to, with the same bytes
+    assert prepare_rows(tmp_path, path).already_prepared
+    _flip_label(path, at, time.time_ns() // 10**9 + 60)
+    with pytest.raises(DataError, match=names("rows.csv data.path")):
+        prepare_rows(tmp_path, path)
+    os.utime(path, (HOUR_AGO, HOUR_AGO))  # as a copy that keeps an older time
+    job = PrepareJob(DataConfig(name="rows", path=str(tmp_path / "data"), format="csv", columns=ColumnsConfig(**COLUMNS), split=TRAIN_ALONE), str(path), verify_sources=True)  # type: ignore[arg-type]  # fmt: skip
+    with pytest.raises(DataError, match=names("rows.csv data.path")):
+        prepare(job)
+    _flip_label(path, at, HOUR_AGO)
+    assert prepare(job).already_prepared
+    described = tmp_path / "data" / "dataset.json"
+    written = json.loads(described.read_text())
+    assert len(written["sources"][0].pop("sha256")) == 64
+    described.write_text(json.dumps(written))
+    with pytest.raises(DataError, match=names("dataset.json SHA-256 rows.csv")):
+        prepare(job)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.data.raw import source as source_module
 from pipeline.runtime.errors import ServingError
 from pipeline.serving.scoring.predict import predict
 from tests.serving.predictions import expected, job_of, rows_of, write
@@ -77,10 +78,13 @@ def test_a_prediction_that_is_stopped_keeps_its_parts_and_goes_on(
     assert not staging.exists()
 
 
-@pytest.mark.parametrize("changed", ["artifact", "source", "part"])
+@pytest.mark.parametrize("changed", ["artifact", "source", "source between samples", "part"])
 def test_what_another_artifact_or_source_has_scored_is_not_gone_on_with(
-    tmp_path: Path, changed: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, changed: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if changed == "source between samples":  # of a large file; "device" has equally long values
+        monkeypatch.setattr(source_module, "digest_of_samples", lambda file, size: "same")
+        monkeypatch.setattr(source_module.Source, "is_sampled", True)
     rows = rows_of(300)
     rows[299]["city"] = REFUSED_CITY
     source, output = write(tmp_path / "rows.csv", rows), tmp_path / "scores.parquet"
@@ -91,6 +95,9 @@ def test_what_another_artifact_or_source_has_scored_is_not_gone_on_with(
         scorer.version = "stand-in-2"
     elif changed == "source":
         rows[0]["city"] = "Bern"
+        write(source, rows)
+    elif changed == "source between samples":
+        rows[0]["device"] = {"a": "b", "b": "a"}[str(rows[0]["device"])]
         write(source, rows)
     else:
         (tmp_path / "scores.parquet.partial" / "00000.arrow").write_bytes(b"torn")

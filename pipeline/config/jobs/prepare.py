@@ -35,7 +35,8 @@ class RayConfig:
 class PrepareJob(Job):
     """Prepare `source`, a file, folder or glob. Shards and dataset.json are written to data.path.
     With data.split.kind=given the splits name their sources, and `source` is left out.
-    `vocabularies` extends or reuses the vocabularies of another data set."""
+    `vocabularies` extends or reuses the vocabularies of another data set. `verify_sources` compares
+    all bytes of the sources with a finished data set."""
 
     data: DataConfig = field(default_factory=DataConfig)
     source: str | None = None
@@ -43,6 +44,7 @@ class PrepareJob(Job):
     threads: int | None = None  # None: all cores
     temp_dir: str | None = None  # None: next to data.path
     vocabularies: BaseVocabularyConfig | None = None
+    verify_sources: bool = False
     engine: str = "embedded"
     ray: RayConfig = field(default_factory=RayConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)

@@ -3,6 +3,7 @@ input."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from pipeline.data.raw.blocks import Source
 from pipeline.data.raw.layout import feature_names
 from pipeline.runtime.errors import DataError, UserError
 from pipeline.runtime.storage import storage
+from pipeline.runtime.storage.storage import stamp_of
 
 if TYPE_CHECKING:
     from pipeline.data.prepare.base_vocabulary import BaseVocabulary
@@ -22,9 +24,16 @@ MAX_NAMED = 5
 NOT_IN_RECIPE = (*SPLITS, "max_shared_fraction")
 
 
-def find_prepared(config: DataConfig, sources: list[Source], base: BaseVocabulary | None = None) -> Dataset | None:
-    """Return the finished data set if it was made from the same sources by the same recipe. Raises
-    DataError if config.path holds another data set.
+def find_prepared(
+    config: DataConfig, sources: list[Source], base: BaseVocabulary | None = None, verify_sources: bool = False
+) -> Dataset | None:
+    """Return the finished data set if it was made from the same sources by the same recipe.
+
+    A large source is identified by samples of its bytes. All of its bytes are compared if it was
+    written to after the data set was, or if `verify_sources` asks for it.
+
+    Raises:
+        DataError: config.path holds another data set.
     """
     from pipeline.data.vocabulary_files import find_vocabulary
 
@@ -44,6 +53,8 @@ def find_prepared(config: DataConfig, sources: list[Source], base: BaseVocabular
         source["path"]: (source["size_bytes"], source["digest"], source.get("split")) for source in dataset.sources
     }
     differing += [f"{name} is another file" for name in given.keys() & prepared.keys() if given[name] != prepared[name]]
+    written_ns = stamp_of(path).modified_ns or sys.maxsize  # unknown in an object store
+    differing += _changed_sources(dataset, sources, 0 if verify_sources else written_ns, hint)
     differing += [f"{name} is new" for name in given.keys() - prepared.keys()]
     differing += [f"{name} is missing" for name in prepared.keys() - given.keys()]
     if differing:
@@ -59,6 +70,25 @@ def find_prepared(config: DataConfig, sources: list[Source], base: BaseVocabular
             except UserError as error:
                 raise DataError(f"{error}; {hint}") from error
     return dataset
+
+
+def _changed_sources(dataset: Dataset, sources: list[Source], since_ns: int, hint: str) -> list[str]:
+    """Return the large sources that were modified after `since_ns` and whose SHA-256 is another one.
+
+    0 compares all. Then a data set without SHA-256 is a DataError.
+    """
+    given, changed = {source.name: source for source in sources}, []
+    for prepared in dataset.sources:
+        source = given.get(prepared["path"])
+        if source is None or not source.is_sampled or source.digest != prepared["digest"]:
+            continue
+        if since_ns and (source.stamp is None or source.stamp.modified_ns <= since_ns):
+            continue
+        if "sha256" not in prepared and not since_ns:
+            raise DataError(f"{FILE_NAME} has no SHA-256 of {source.path}, as an earlier release wrote it: {hint}")
+        if prepared.get("sha256") not in (None, storage.sha256_of(source.path)):
+            changed.append(f"{source.name} has as many bytes as before, and other ones")
+    return changed
 
 
 def _differences(

@@ -52,7 +52,7 @@ def prepare(job: PrepareJob, constants: Mapping[str, str | None] = MappingProxyT
     check_success(sources, job.data.success_file)
     base = None if job.vocabularies is None else load_base(job.vocabularies)
     sources = with_constants(sources, constants)
-    dataset = find_prepared(job.data, sources, base)
+    dataset = find_prepared(job.data, sources, base, job.verify_sources)
     if dataset is not None:
         return PrepareSummary(job.data.path, dataset, True, time.monotonic() - started)
     threads = job.threads or (1 if job.engine == "ray" else len(os.sched_getaffinity(0)))

@@ -32,7 +32,7 @@ from pipeline.data.raw.source import TEACHER_COLUMN, TEACHER_SUFFIX, unchanged
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.storage import storage
 
-STAGING_VERSION = 3  # files of another version are not reused
+STAGING_VERSION = 4  # files of another version are not reused
 VALUES_SCHEMA = pa.schema([("value", pa.string()), ("count", pa.int32())])
 LZ4 = pa.ipc.IpcWriteOptions(compression="lz4")  # saves two fifths of the folder for 2 % more time
 
@@ -52,6 +52,7 @@ class StagedFile:
     num_negative: dict[str, int] = field(default_factory=dict)  # see EncodedBlock
     num_times: dict[str, int] = field(default_factory=dict)  # see count_units
     has_open_line: bool = False  # the text has no line end behind its last row
+    sha256: str = ""  # of the whole source, if its digest is one of samples
 
     @property
     def num_rows(self) -> int:
@@ -92,6 +93,7 @@ class FileSummary:
     num_negative: dict[str, int]
     num_times: dict[str, int]
     has_open_line: bool
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,8 @@ def stage_file(recipe: Recipe, item: FileToStage) -> FileSummary:
             refuse_early(recipe.config, recipe.sources, [*item.before, staged], position)
 
     def write(attempt: str) -> Json:
-        return asdict(replace(_stage(recipe, source, StagedFile(attempt, item.number), check), folder=folder))
+        staged = replace(_stage(recipe, source, StagedFile(attempt, item.number), check), folder=folder)
+        return asdict(replace(staged, sha256=storage.sha256_of(source.path)) if source.is_sampled else staged)
 
     with unchanged(source):
         once(recipe, folder, write)
@@ -135,6 +138,7 @@ def stage_file(recipe: Recipe, item: FileToStage) -> FileSummary:
         num_negative=staged.num_negative,
         num_times=staged.num_times,
         has_open_line=staged.has_open_line,
+        sha256=staged.sha256,
     )
 
 

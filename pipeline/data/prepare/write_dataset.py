@@ -176,4 +176,5 @@ def _describe(source: Source, file: FileSummary) -> dict[str, Any]:
         "num_rows": file.num_source_rows,
         "num_quarantined": file.num_quarantined,
     }
+    about |= {"sha256": file.sha256} if file.sha256 else {}
     return about if source.split is None else about | {"split": source.split}

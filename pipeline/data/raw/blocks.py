@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # layouts are read where neither library is loaded
 
 # indices of a block's values then fit 16 bits, with 0 for the missing value
 MAX_BLOCK_ROWS = 65_535
+SAMPLE_BYTES = 1 << 16
+NUM_SAMPLES = 64
 Partitions = tuple[tuple[str, str | None], ...]
 
 
@@ -33,6 +35,11 @@ class Source:
     split: str | None = None
     partitions: Partitions = ()
     stamp: Stamp | None = None
+
+    @property
+    def is_sampled(self) -> bool:
+        """Return whether `digest` leaves bytes out."""
+        return self.size_bytes > NUM_SAMPLES * SAMPLE_BYTES
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from pipeline.data.raw.blocks import MAX_BLOCK_ROWS, Block, Source
+from pipeline.data.raw.blocks import MAX_BLOCK_ROWS, NUM_SAMPLES, SAMPLE_BYTES, Block, Source
 from pipeline.data.raw.partitions import FOLDER, RANGE, files_below, in_range, is_data, name_of, partitions_of
 from pipeline.runtime.errors import DataError, did_you_mean
 from pipeline.runtime.storage import storage
@@ -33,8 +33,6 @@ MAX_LINE_BYTES = 64 << 20
 # The true probabilities of a generated source are in a file next to it, one for each row.
 TEACHER_SUFFIX = ".teacher.parquet"
 TEACHER_COLUMN = "probability"
-SAMPLE_BYTES = 1 << 16
-NUM_SAMPLES = 64
 UNPACK, TO_PARQUET = "decompress it, or compress it by gzip", "write it as Parquet, and set data.format=parquet"
 TO_UTF16 = "set data.encoding=utf-16"
 NO_TEXT = {  # first bytes of a file -> its kind, the fix

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pipeline.serving.scoring.scorer import Scorer
 
 REPORT_SUFFIX, MANIFEST_SUFFIX, QUARANTINE_SUFFIX = ".json", ".manifest.json", ".quarantine.jsonl"
+STATE = "state of the source"  # in a subject: modification times and ETags of large sources
 logger = get_logger("pipeline.serving.scoring.predict")
 
 
@@ -80,6 +81,10 @@ def subject_of(job: PredictJob, scorer: Scorer, sources: list[Source], kind: str
         subject["text"] = text
     if job.num_shards > 1:
         subject["shard"] = [job.shard, job.num_shards]
+    if states := [
+        (source.stamp.modified_ns, source.stamp.etag) for source in sources if source.stamp and source.is_sampled
+    ]:
+        subject[STATE] = states  # their digests leave bytes out
     if hasattr(scorer, "output"):
         subject["retrieve"] = asdict(job.retrieve)
     return dict(json.loads(json.dumps(subject)))
@@ -92,7 +97,8 @@ def find_finished(job: PredictJob, subject: dict[str, Any]) -> PredictSummary | 
         return None
     hint = "set overwrite=true, or choose another output"
     values = json.loads(storage.read_text(report)) if storage.is_file(report) else {}
-    changed = [name for name, value in subject.items() if values.get("subject", {}).get(name) != value]
+    earlier = values.get("subject", {})
+    changed = [name for name, value in subject.items() if earlier.get(name, value if name == STATE else None) != value]
     if storage.is_file(job.output) and not changed:
         return PredictSummary(**values["summary"], already_scored=True)
     if storage.is_file(job.output) and not job.overwrite:
@@ -170,7 +176,10 @@ def publish_manifest(job: PredictJob) -> bool:
     if job.num_shards == 1:
         return False
     reports = [_report(shard_output(job.output, shard, job.num_shards)) for shard in range(job.num_shards)]
-    about = [{name: value for name, value in each.get("subject", {}).items() if name != "shard"} for each in reports]
+    about = [
+        {name: value for name, value in each.get("subject", {}).items() if name not in ("shard", STATE)}
+        for each in reports
+    ]
     if not all(about) or any(each != about[0] for each in about):
         return False
     shards = [report["summary"] for report in reports]
