@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -155,6 +156,8 @@ class TrainJob(Job):
     def __post_init__(self) -> None:
         check_given("name", self.name)
         check_given("run_dir", self.run_dir)
+        if self.from_run is not None and os.path.realpath(self.from_run) == os.path.realpath(self.run_dir):
+            raise ConfigError(f"from={self.from_run} would write to that run: choose another run_dir")
         if self.profile is not None:
             profiled_steps(self.profile)
         check_at_least("world_size", self.world_size, 1)

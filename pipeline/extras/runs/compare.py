@@ -137,8 +137,8 @@ class Comparison:
 
     def common_facts(self) -> str:
         """Return the facts that are equal for all variants."""
-        common = [f"{key} {values[0]}" for key, values in self.others.items() if len(set(values)) == 1]
-        return f"the same for all: {', '.join(common)}" if common and len(self.variants) > 1 else ""
+        common = [f"{key}: {values[0]}" for key, values in self.others.items() if len(set(values)) == 1]
+        return f"the same for all: {'; '.join(common)}" if common and len(self.variants) > 1 else ""
 
     def differing_facts(self) -> dict[str, list[str]]:
         return {key: values for key, values in self.others.items() if len(set(values)) > 1 or len(self.variants) == 1}

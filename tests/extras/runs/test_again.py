@@ -69,6 +69,8 @@ def test_only_the_folders_of_a_training_are_its_own(small_run: Path, tmp_path: P
         load_config(TrainJob, [f"from={theirs}", "model=fm"])
     with pytest.raises(ConfigError, match=r"from=.* is for train"):
         load_config(PlanJob, [f"from={theirs}"])
+    with pytest.raises(ConfigError, match="choose another run_dir"):
+        load_config(TrainJob, [f"from={theirs}", f"run_dir={theirs}/"])
     with pytest.raises(ConfigError, match="is not a run folder"):
         load_config(TrainJob, [f"from={tmp_path}"])
 

@@ -126,7 +126,7 @@ def test_a_comparison_ranks_the_runs_and_states_each_fact_once(copy: Copy) -> No
     ) == 2
     assert comparison.own_config()[-1].startswith("only C: ") and "model.rank=7" in comparison.own_config()[-1]
     assert "model.rank" not in comparison.shared_config()
-    assert "data set " in comparison.common_facts() and "data set" not in comparison.differing_facts()
+    assert "data set: " in comparison.common_facts() and "data set" not in comparison.differing_facts()
     # curves: 30 steps of 256 samples end where 15 steps of 512 samples do
     lines = [by_samples(run, Line("", "", [(30.0, 0.5)])).points[0][0] for run in (runs[0], open_run(runs[2].path))]
     assert lines == [30 * 256, 30 * 512] and "samples</text>" in render_comparison(comparison)
