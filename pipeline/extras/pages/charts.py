@@ -203,9 +203,8 @@ def bar_chart(label: str, bars: Sequence[Bar], colour: str = "validation", form:
     high = max(max(bar.value + bar.error for bar in bars), 1e-12)
     room = LEFT + WIDTH + RIGHT - BAR_NAMES - 58
     parts = []
-    for index, bar in enumerate(bars):
+    for index, (bar, name) in enumerate(zip(bars, _last_parts([bar.name for bar in bars]), strict=True)):
         y, width = 4 + index * BAR_STEP, room * max(bar.value, 0.0) / high
-        name = _last_parts(bar.name)
         parts.append(text(BAR_NAMES - 6, y + 12, name, "end", title=bar.name))
         parts.append(rect(BAR_NAMES, y, max(width, 0.5), 15, colour, f"{bar.name}: {bar.value:.4g} ± {bar.error:.2g}"))
         end = BAR_NAMES + room * min(max(bar.value + bar.error, 0.0) / high, 1.0)
@@ -216,11 +215,12 @@ def bar_chart(label: str, bars: Sequence[Bar], colour: str = "validation", form:
     return svg(label, LEFT + WIDTH + RIGHT, 4 + BAR_STEP * len(bars), parts)
 
 
-def _last_parts(name: str) -> str:
-    """Return the last parts of a dotted key that fit: sparse.lr of optimizer.sparse.lr."""
-    while len(name) > BAR_LETTERS and "." in name:
-        name = name.partition(".")[2]
-    return name if len(name) <= BAR_LETTERS else "…" + name[1 - BAR_LETTERS :]
+def _last_parts(names: Sequence[str]) -> list[str]:
+    """Return the last parts of dotted keys, so that they fit: sparse.lr of optimizer.sparse.lr."""
+    shown = list(names)
+    while any(len(name) > BAR_LETTERS and "." in name for name in shown):
+        shown = [name.partition(".")[2] or name for name in shown]
+    return [name if len(name) <= BAR_LETTERS else "…" + name[1 - BAR_LETTERS :] for name in shown]
 
 
 def rect(x: float, y: float, width: float, height: float, colour: str, title: str, opacity: float = 1.0) -> str:

@@ -157,7 +157,7 @@ def render_page(result: SweepResult, title: str) -> str:
         *(["<h2>Which knobs matter</h2>",
            figure("Importance (PED-ANOVA)", bar_chart("importance of each knob", bars, form=".0%"))] if bars else []),
         *(["<h2>The finalists over their seeds</h2>", scrolled(compared.as_text(), "the finalists compared")] if compared else []),
-        *(f"<p>{escape(remark[:1].upper() + remark[1:])}.</p>" for remark in on_edges(result)),
+        *(f"<p>Worth a look: {escape(remark)}.</p>" for remark in on_edges(result)),
         "<h2>The winner</h2>", scrolled(winner_command(result, " \\\n    ") + "\n", "the command that trains the winner"),
         "<h2>Trials</h2>", table(("", "trial", result.metric, "rungs", "state", *keys), rows, (0, 2, 3), "trials"),
     ]  # fmt: skip

@@ -11,6 +11,7 @@ import numpy as np
 import optuna
 import pytest
 
+from pipeline.extras.pages.charts import Bar, bar_chart
 from pipeline.extras.pages.plan_page import render_page as render_plan
 from pipeline.extras.pages.registry_page import reigns, render_registry
 from pipeline.extras.runs.compare import compare
@@ -170,3 +171,9 @@ def test_a_sweeps_page_names_what_matters_and_the_winners_command(tmp_path: Path
     page = sweep_page(tmp_path)
     assert 'aria-label="importance of each knob"' in page and "rates &amp; dims" in page
     assert "run_dir=" in page.partition("<h2>The winner</h2>")[2] and "40%" in page
+
+
+def test_bars_of_long_keys_show_their_last_parts() -> None:
+    names = ["optimizer.sparse.lr", "optimizer.dense.lr", "model", "a_feature_with_a_long_name"]
+    drawn = bar_chart("importance", [Bar(name, 1.0) for name in names])
+    assert re.findall(r'text-anchor="end">([^<]+)<', drawn) == ["sparse.lr", "dense.lr", "model", "…_with_a_long_name"]
