@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline.cli.command_line import load_config
@@ -16,6 +20,7 @@ from pipeline.config.jobs.prepare import InspectJob, PrepareJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.data.prepare.run import prepare
 from pipeline.extras.project.cli.init import InitJob, init, with_answers
+from pipeline.extras.project.defaults import choose_batch_size, choose_model, estimate_rows
 from pipeline.extras.sweep.config import SweepJob
 from pipeline.runtime import shell_words
 from pipeline.runtime.errors import ConfigError
@@ -48,6 +53,7 @@ def test_a_project_composes_and_nothing_in_it_is_overwritten(tmp_path: Path) -> 
     conf = f"--config-dir={project}/conf"
     job = load_config(TrainJob, [conf, f"experiment={name}"])
     assert (job.name, job.data.columns.sparse, job.model.kind) == (name, ["item"], "dlrm_dcn")
+    assert job.trainer.global_batch_size == 64
     assert list(load_config(SweepJob, [conf, f"experiment={name}", "sweep=rates"]).sweep.params)
     makefile = (project / "Makefile").read_text()
     for words, run in (
@@ -74,6 +80,22 @@ def test_a_project_composes_and_nothing_in_it_is_overwritten(tmp_path: Path) -> 
     (tmp_path / "odd.yaml").write_text("a: 1\n")
     with pytest.raises(ConfigError, match=names("odd.yaml name format")):
         init(load_config(InitJob, [f"folder={tmp_path}/other", f"data={tmp_path}/odd.yaml", f"source={source}"]))
+
+
+def test_the_model_and_the_batch_of_a_project_follow_its_data(tmp_path: Path) -> None:
+    assert [choose_batch_size(rows) for rows in (None, 300, 100_000, 1e9)] == [256, 64, 256, 1024]
+    few, many = ({"format": "csv", "columns": {"sparse": ["c"], "dense": ["x"] * number}} for number in (2, 5))
+    assert choose_model(few) == ("dcnv2", {"dropout": 0.0, "batch_norm": False})
+    assert choose_model(many) == choose_model({"format": "criteo_tsv"}) == ("dlrm_dcn", {})
+    assert choose_model({"format": "csv", "columns": {"dense": ["x"]}}) == ("autoint", {})
+    table = pa.table({"click": [0, 1] * 40_000, "item": [f"i{number % 500}" for number in range(80_000)]})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    pa.csv.write_csv(table, tmp_path / "rows.csv")
+    (tmp_path / "rows.csv.gz").write_bytes(gzip.compress((tmp_path / "rows.csv").read_bytes()))
+    for name in ("rows.parquet", "rows.csv", "rows.csv.gz"):
+        rows = estimate_rows(str(tmp_path / name), {"format": name.split(".")[1]})
+        assert rows == pytest.approx(80_000, rel=0.1), name
+    assert estimate_rows(str(tmp_path / "absent.csv"), {"format": "csv"}) is None
 
 
 def test_a_project_with_blanks_in_its_paths_has_commands_that_can_be_run(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ SAME_VALUES = 0.8  # of the distinct values of a list are values of another colu
 
 
 class ListColumn(Protocol):
-    """What this module reads of a profile's column."""
+    """Describe the fields of a profile's column that this module reads."""
 
     @property
     def id(self) -> str: ...

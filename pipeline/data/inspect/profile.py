@@ -51,7 +51,7 @@ class Column:
     distinct: int = 0
     top_share: float = 0.0  # of the most frequent value
     numbers: float = 0.0  # share of values that are numbers
-    whole: float = 0.0  # and whole ones
+    whole: float = 0.0  # share of whole numbers
     times: float = 0.0  # share of dates or times that are not numbers
     lists: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(SEPARATORS, 0.0)

@@ -12,16 +12,16 @@ from pipeline.data.quality import Floats, auc
 
 NUM_FOLDS = 2
 MANY_VALUES = 10_000  # of a column: which of them has one label is not named
-# as diagnose has them: the share of the rows, and how many rows of the other label were expected
+# the same as in diagnose: the share of the rows, and how many rows of the other label were expected
 DETERMINED_SHARE, DETERMINED_ROWS = 0.01, 20.0
 
 
 @dataclass(frozen=True)
 class Signal:
-    """What one column says of the label.
+    """Measure what one column says of the label.
 
     auc: of predicting the label from this column, out of fold. determined: which of its values has
-    one label alone, "" if none has. determined_share: share of the rows with such a value.
+    one label alone, "" if there is none. determined_share: share of the rows with such a value.
     """
 
     auc: float

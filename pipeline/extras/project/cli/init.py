@@ -23,6 +23,7 @@ from pipeline.cli.command_line import Command, load_config, print_user_errors, q
 from pipeline.cli.verb import verb
 from pipeline.config.jobs.job import Job, job_of
 from pipeline.config.jobs.prepare import InspectJob
+from pipeline.extras.project.defaults import choose_batch_size, choose_model, estimate_rows
 from pipeline.runtime import shell_words
 from pipeline.runtime.errors import ConfigError, check_choice, check_given
 from pipeline.runtime.process.exit_codes import INTERRUPTED
@@ -52,11 +53,11 @@ defaults:
   - override /model: {model}
 
 name: {name}
-tables:
+{settings}tables:
   default:
     embedding_dim: 16
 trainer:
-  global_batch_size: 256
+  global_batch_size: {batch_size}  # {reason}
   evaluate_every_epochs: 1
 """
 SWEEP = """# Both learning rates: make sweep
@@ -156,7 +157,7 @@ def init(job: InitJob) -> str:
     name, source = str(values["name"]), os.path.abspath(job.source)
     files = {
         f"conf/data/{name}.yaml": content,
-        f"conf/experiment/{name}.yaml": EXPERIMENT.format(name=name, model=_model_for(values)),
+        f"conf/experiment/{name}.yaml": _experiment(name, values, source),
         "conf/sweep/rates.yaml": SWEEP,
         "my_model.py": MODEL,
         "Makefile": MAKEFILE.format(name=name, source=_for_make(shell_words.quoted(source))),
@@ -174,11 +175,17 @@ def _for_make(text: str) -> str:
     return text.replace("$", "$$").replace("#", "\\#")
 
 
-def _model_for(values: dict[str, Any]) -> str:
-    """Return DLRM with crosses if there are categories, otherwise a model for numbers only."""
-    columns = values.get("columns", {})
-    has_categories = values["format"] == "criteo_tsv" or columns.get("sparse") or columns.get("multi_hot")
-    return "dlrm_dcn" if has_categories else "autoint"
+def _experiment(name: str, data: dict[str, Any], source: str) -> str:
+    """Return the text of the experiment, with a model and a batch size that suit the data."""
+    model, settings = choose_model(data)
+    rows = estimate_rows(source, data)
+    return EXPERIMENT.format(
+        name=name,
+        model=model,
+        settings=yaml.safe_dump({"model": settings}, sort_keys=False) if settings else "",
+        batch_size=choose_batch_size(rows),
+        reason=f"about {rows:,.0f} rows" if rows else "the number of rows is unknown",
+    )
 
 
 def with_answers(argv: list[str], ask: Callable[[str, str], str]) -> list[str]:
