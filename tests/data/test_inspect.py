@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -349,3 +350,26 @@ def test_text_of_every_kind_is_proposed_as_it_is(
     keys = ("format", "encoding", "quotes", "delimiter", "header")
     assert {key: value for key, value in proposal.config.items() if key in keys} == expected
     _prepare(tmp_path, proposal.config, source)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("rows.csv", b"click,u\r1,a\r0,b\r", "carriage tr"),
+        ("rows.csv.gz", gzip.compress(b"click,u\n" + bytes(range(48, 120)) * 99)[:-20], "rows.csv.gz"),
+        ("rows.csv", b"# exported\nclick,u\n1,a\n0,b\n", "1 cells 2 columns"),
+        ("rows.csv", b'click,u\n1,"a\nb"\n0,"c\nd"\n', "quote not closed"),
+        ("rows.json", b'[{"click": 1},\n{"click": 0}]', "JSON object jq"),
+    ],
+)
+def test_a_file_that_has_no_rows_as_lines_is_refused_with_the_reason(
+    tmp_path: Path, name: str, content: bytes, says: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=names(says)):
+        profile(str(tmp_path / name), "click", 100)
+
+
+def test_hexadecimal_ids_are_no_times(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("click,u\n" + "".join(f"{row * row % 2},0x{row % 30:x}\n" for row in range(400)))
+    assert propose(profile(str(tmp_path / "rows.csv"), None, 1000), "rows").roles["u"][0] == "sparse"

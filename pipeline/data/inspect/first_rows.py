@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import csv
 import json
+import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from pipeline.config.columns import ColumnsConfig
 from pipeline.config.transforms import LIST, TEXT
 from pipeline.data.raw.formats.criteo_tsv import criteo_columns
 from pipeline.data.raw.layout import BACKSLASH, Layout
-from pipeline.data.raw.lines import escaped_quote, read_texts, split_cells, with_doubled_quotes
+from pipeline.data.raw.lines import escaped_quote, read_texts, split_cells, why_no_row, with_doubled_quotes
 from pipeline.data.raw.parquet_rows import ParquetReader
 from pipeline.data.raw.parse_cells import parse_numbers
 from pipeline.data.raw.source import TextReader, find_sources, utf16_of
@@ -55,7 +56,7 @@ def read_first_rows(path: str, max_rows: int) -> FirstRows:
         _parquet(path, max_rows)
         if suffix in ("parquet", "pq")
         else _json_lines(path, max_rows)
-        if suffix in ("jsonl", "ndjson")
+        if suffix in ("jsonl", "ndjson", "json")
         else _text(path, max_rows)
     )
     for name, count in Counter(found.names).items():
@@ -117,6 +118,10 @@ def _json_lines(path: str, max_rows: int) -> FirstRows:
             if len(rows) >= max_rows:
                 break
     names = list(dict.fromkeys(name for row in rows for name in row))
+    if not names:
+        raise DataError(
+            f"no line of {path} is a JSON object: write one object in each line; jq -c '.[]' converts a list"
+        )
     unusable: dict[int, str] = {}
 
     def text(number: int, value: Any) -> str | None:
@@ -140,6 +145,8 @@ def _text(path: str, max_rows: int) -> FirstRows:
     (source,) = find_sources(path)
     encoding = _encoding(path)
     with TextReader(source, BLOCK_BYTES, encoding) as reader:
+        reader.header()  # it refuses lines that end in a carriage return alone
+    with TextReader(source, BLOCK_BYTES, encoding) as reader:
         block = next(reader.blocks(), None)
     lines = block.text.removeprefix(codecs.BOM_UTF8).replace(b"\r\n", b"\n").split(b"\n") if block else []
     sample = [line.decode(errors="replace") for line in lines[:SNIFFED_LINES] if line]
@@ -161,18 +168,25 @@ def _text(path: str, max_rows: int) -> FirstRows:
     layout = Layout(ColumnsConfig(label=""), kind, carried=numbered, quoted=layout.quoted).written(
         delimiter, encoding, quotes
     )
-    tables, count = [], 0
+    tables: list[pa.Table] = []
+    count, bad = 0, ""
     with TextReader(source, BLOCK_BYTES, encoding, layout.separator) as reader:
         if has_header:
             reader.header()
         for block in reader.blocks():
             text = with_doubled_quotes(layout, block.text).replace(b"\r\n", b"\n").removesuffix(b"\n").split(b"\n")
             whole = [line for line in text if len(split_cells(layout, line.decode(errors="replace"))) == len(names)]
-            if (table := read_texts(layout, numbered, whole)) is not None:
+            bad = bad or next(filter(None, (why_no_row(layout, numbered, line) for line in text[:SNIFFED_LINES])), "")
+            if whole and (table := read_texts(layout, numbered, whole)) is not None:
                 tables.append(table)
             count += block.num_rows
             if count >= max_rows:
                 break
+    if count and not tables:
+        raise DataError(
+            f"{path}: none of {count:,} lines is a row like its first line, which has {len(names)} cells; a line has {bad or 'other cells'}. "
+            "Give a file that begins with the line of names and has a row in each line"
+        )
     empty = pa.table({name: pa.array([], pa.string()) for name in numbered})
     shown = None if delimiter in ("\t", ",") else delimiter
     return FirstRows(kind, names, pa.concat_tables([empty, *tables]), shown, encoding, quotes, header)
@@ -186,8 +200,11 @@ def _encoding(path: str) -> str:
 
     from pipeline.runtime.storage import storage
 
-    with storage.open_file(path, "rb") as raw:
-        begin = (gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw).read(1 << 16)
+    try:
+        with storage.open_file(path, "rb") as raw:
+            begin = (gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw).read(1 << 16)
+    except (EOFError, gzip.BadGzipFile, zlib.error):
+        return "utf-8"  # the reader of rows reports the damaged file
     if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
     if encoding := utf16_of(begin):

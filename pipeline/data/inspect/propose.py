@@ -189,6 +189,10 @@ def _transform(profile: Profile, dense: list[str]) -> str:
 
 def _remarks(profile: Profile, roles: dict[str, tuple[str, str]]) -> list[str]:
     found = []
+    if profile.encoding == "latin-1":
+        found.append(
+            "the file is not in UTF-8; latin-1 reads all bytes, but check the values, and set encoding to gbk or another one if needed"
+        )
     for column in profile.columns:
         role = roles[column.name][0]
         if role in ("dense", "sparse", "multi_hot") and column.missing > 0.5:

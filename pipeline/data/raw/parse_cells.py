@@ -43,6 +43,8 @@ def parse_timestamps(values: pa.Array) -> pa.Array:
         return values.cast(pa.timestamp("us", values.type.tz), safe=False).cast(pa.int64())
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
         return _of_fractions(values.cast(pa.float64()))
+    if pa.types.is_string(kind) and pc.any(pc.starts_with(values, "0x")).as_py():
+        raise pa.ArrowInvalid("hexadecimal digits are no time, although pyarrow reads them as whole numbers")
     for wanted in TIMESTAMP_TYPES:
         try:
             return values.cast(wanted).cast(pa.int64())
