@@ -327,6 +327,7 @@ def test_histories_of_equal_lengths_are_beside_each_other(tmp_path: Path) -> Non
     [
         (",", "é", "utf-16-le", {"encoding": "utf-16-le"}),
         (",", "é", "utf-16", {"encoding": "utf-16"}),
+        (",", "é", "utf-32", {"encoding": "utf-32"}),
         (",", "é", "latin-1", {"encoding": "latin-1"}),
         (",", "é", "utf-8-sig", {}),
         (",", '"say \\"a, b\\""', "utf-8", {"quotes": "backslash"}),
@@ -336,7 +337,7 @@ def test_histories_of_equal_lengths_are_beside_each_other(tmp_path: Path) -> Non
         (";", "a", "utf-8", {"delimiter": ";"}),
         ("\t", "a", "utf-8", {"format": "tsv"}),
     ],
-    ids=["utf-16-le", "utf-16", "latin-1", "mark", "spark", "quotes", "::", "hive", ";", "tab"],
+    ids=["utf-16-le", "utf-16", "utf-32", "latin-1", "mark", "spark", "quotes", "::", "hive", ";", "tab"],
 )
 def test_text_of_every_kind_is_proposed_as_it_is(
     tmp_path: Path, delimiter: str, value: str, encoding: str, config: dict[str, Any]

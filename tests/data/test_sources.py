@@ -189,11 +189,12 @@ def test_json_lines_are_read_and_bad_ones_quarantined(tmp_path: Path) -> None:
         (b"PK\x03\x04..", "rows.csv zip"),
         (b"PAR1....", "rows.csv data.format=parquet"),
         ("y,c\n1,a\n".encode("utf-16"), "rows.csv UTF-16 data.encoding=utf-16"),
+        ("y,c\n1,a\n".encode("utf-32"), "rows.csv UTF-32 data.encoding=utf-32"),
         (b"# Read me\n", "rows.csv 'y' quoted glob"),
         (f"{'x' * 500}\n".encode(), "rows.csv xxx..."),
         (b"y,c\n" + b"yes,a\n" * 9, "9 of 9 'yes' data.columns.label_values label_threshold"),
     ],
-    ids=["gzip", "zstd", "zip", "parquet", "utf-16", "read me", "long line", "label"],
+    ids=["gzip", "zstd", "zip", "parquet", "utf-16", "utf-32", "read me", "long line", "label"],
 )
 def test_a_file_that_is_no_text_of_these_columns_says_what_it_is(tmp_path: Path, content: bytes, says: str) -> None:
     path = tmp_path / "rows.csv"

@@ -193,7 +193,7 @@ def _text(path: str, max_rows: int) -> FirstRows:
 
 
 def _encoding(path: str) -> str:
-    """Return a text file's encoding: UTF-8, UTF-16 by its mark or its zero bytes, otherwise Latin-1, which reads all
+    """Return a text file's encoding: UTF-8, UTF-16 or UTF-32 by its mark or its zero bytes, otherwise Latin-1, which reads all
     bytes.
     """
     import gzip
@@ -205,6 +205,8 @@ def _encoding(path: str) -> str:
             begin = (gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw).read(1 << 16)
     except (EOFError, gzip.BadGzipFile, zlib.error):
         return "utf-8"  # the reader of rows reports the damaged file
+    if begin.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "utf-32"
     if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
     if encoding := utf16_of(begin):

@@ -34,7 +34,7 @@ MAX_LINE_BYTES = 64 << 20
 TEACHER_SUFFIX = ".teacher.parquet"
 TEACHER_COLUMN = "probability"
 UNPACK, TO_PARQUET = "decompress it, or compress it by gzip", "write it as Parquet, and set data.format=parquet"
-TO_UTF16 = "set data.encoding=utf-16"
+TO_UTF16, TO_UTF32 = "set data.encoding=utf-16", "set data.encoding=utf-32"
 NO_TEXT = {  # first bytes of a file -> its kind, the fix
     b"\x1f\x8b": ("gzip", "let its name end in .gz"),
     b"\x28\xb5\x2f\xfd": ("compressed by zstd", UNPACK),
@@ -57,6 +57,8 @@ NO_TEXT = {  # first bytes of a file -> its kind, the fix
     b"version https://git-lfs": ("a pointer of Git LFS instead of the file", "fetch the file by git lfs pull"),
     b"<!DOCTYPE": ("a web page", "fetch the file itself: the server answered with a page"),
     b"<html": ("a web page", "fetch the file itself: the server answered with a page"),
+    codecs.BOM_UTF32_LE: ("text in UTF-32", TO_UTF32),  # it begins with the mark of UTF-16
+    codecs.BOM_UTF32_BE: ("text in UTF-32", TO_UTF32),
     b"\xff\xfe": ("text in UTF-16", TO_UTF16),
     b"\xfe\xff": ("text in UTF-16", TO_UTF16),
 }
@@ -210,7 +212,7 @@ def _refuse_no_text(begin: bytes, source: Source, is_utf8: bool) -> None:
         found = "text in UTF-16 without its mark", f"set data.encoding={encoding}"
     if found is None and is_utf8 and len(begin.translate(None, CONTROL)) < 0.95 * len(begin) and not _is_text(begin):
         found = "no text in UTF-8", "decompress it, or write it as text or as Parquet"
-    if found and (is_utf8 or found[1] != TO_UTF16):
+    if found and (is_utf8 or found[1] not in (TO_UTF16, TO_UTF32)):
         raise DataError(f"{source.path} is {found[0]}, but is read as text: {found[1]}")
 
 
