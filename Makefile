@@ -29,11 +29,11 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
 
 PY := $(VENV)/bin/python
-# uv installs several times faster than pip. It does not read pip's configuration files: if it fails, pip installs.
+# uv installs several times faster than pip. Neither compiles bytecode here: most modules are never imported. uv does not read pip's configuration files: if it fails, pip installs.
 UV ?= $(shell command -v uv)
 WITH_UV = env $${PIP_INDEX_URL:+UV_DEFAULT_INDEX=$$PIP_INDEX_URL} $(UV) pip install --python $(PY) -q \
 	--index-strategy unsafe-best-match $(PIP_FLAGS)
-WITH_PIP = $(PY) -m pip install --disable-pip-version-check $$([ -t 1 ] || echo -qq) $(PIP_FLAGS)
+WITH_PIP = $(PY) -m pip install --disable-pip-version-check --no-compile $$([ -t 1 ] || echo -qq) $(PIP_FLAGS)
 # $(call install,WHAT); make splits a call at its commas, so sets of extras have names.
 install = $(if $(UV),$(WITH_UV) $(1) || )$(WITH_PIP) $(1)
 TORCHX := $(VENV)/bin/torchx --log_level WARNING
