@@ -83,15 +83,17 @@ def test_no_saved_config_runs_or_tells_anything(
             assert content != (small_run / "config.yaml").read_text(), name
             (run / "config.yaml").write_text(content)
             for reader, read in readers.items():
-                with pytest.raises(ConfigError) as error:
-                    read()
-                assert SECRET not in str(error.value) and not canary.exists(), f"{name}: {reader}"
+                try:  # warm starts and checkpoints read single values of the file as plain text
+                    said, refused = str(read()), reader != "evaluate"
+                except ConfigError as error:
+                    said, refused = str(error), True
+                assert refused and SECRET not in said and not canary.exists(), f"{name}: {reader}"
                 count += 1
     finally:
         OmegaConf.clear_resolver("canary")
     fault(
         29,
-        f"saved configs (tags, _target_, resolvers) x {', '.join(readers)}: refused, no secret told",
+        f"saved configs (tags, _target_, resolvers) x {', '.join(readers)}: refused or read as text, no secret told",
         count=count,
     )
 
