@@ -90,6 +90,14 @@ class Sgd(Optimizer):
         return _classes().SGD
 
 
+def _is_adagrad_fused(weights: list[Any]) -> bool:
+    """Return whether torch trains these weights by one kernel. Torch 2.11 refuses it on GPUs; 2.14 does not."""
+    import torch
+
+    release = tuple(int(number) for number in torch.__version__.split(".")[:2])
+    return release >= (2, 14) or not any(weight.is_cuda for weight in weights)
+
+
 @register("optimizer", "adagrad")
 class Adagrad(Optimizer):
     fused, fbgemm, fused_on_cpu, cpu_kernel = "Adagrad", "EXACT_ADAGRAD", True, 1
@@ -97,7 +105,8 @@ class Adagrad(Optimizer):
     replicated_states: ClassVar[Mapping[str, str]] = {"momentum1": "sum"}
 
     def dense(self, weights: list[Any], config: DenseOptimizerConfig) -> torch.optim.Optimizer:
-        return _classes().Adagrad(weights, lr=config.lr, eps=config.eps, weight_decay=config.weight_decay, fused=True)
+        fused = _is_adagrad_fused(weights)
+        return _classes().Adagrad(weights, lr=config.lr, eps=config.eps, weight_decay=config.weight_decay, fused=fused)
 
     def replicated(self) -> type[torch.optim.Optimizer]:
         return _classes().Adagrad

@@ -80,7 +80,9 @@ else:
 
 def test_the_core_works_without_the_extras(tmp_path: Path) -> None:
     for name in COPIED:
-        shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("extras"))  # compiled kernels too
+        shutil.copytree(
+            REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("extras")
+        )  # compiled kernels too
     shutil.copy(REPOSITORY / "setup.cfg", tmp_path)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     program = PROGRAM.format(folder=str(tmp_path))

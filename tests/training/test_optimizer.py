@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from pipeline.config import optimizers
 from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.config.training import CommsConfig
 from pipeline.runtime.errors import ShardingError
@@ -98,6 +100,16 @@ def refusal(rank: int, kinds: list[str], sparse: SparseOptimizerConfig) -> str:
     with pytest.raises(ValueError) as error:
         tiny.build(rank, tables_of(kinds), OptimizerConfig(sparse))
     return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("release", "on_gpu", "fused"), [("2.11.0+cu130", True, False), ("2.11.0", False, True), ("2.14.1", True, True)]
+)
+def test_adagrad_is_fused_where_torch_has_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, release: str, on_gpu: bool, fused: bool
+) -> None:
+    monkeypatch.setattr(torch, "__version__", release)
+    assert optimizers._is_adagrad_fused([SimpleNamespace(is_cuda=on_gpu)]) is fused
 
 
 def test_lamb_is_refused_on_cpu_and_for_replicated_tables(ranks: RankPool) -> None:
