@@ -92,9 +92,7 @@ class Sgd(Optimizer):
 
 def _is_adagrad_fused(weights: list[Any]) -> bool:
     """Return whether torch trains these weights by one kernel. Torch 2.11 refuses it on GPUs; 2.14 does not."""
-    import torch
-
-    release = tuple(int(number) for number in torch.__version__.split(".")[:2])
+    release = tuple(int(number) for number in _classes("torch").__version__.split(".")[:2])
     return release >= (2, 14) or not any(weight.is_cuda for weight in weights)
 
 
