@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from pipeline.config.registry import find
@@ -289,6 +289,44 @@ class EarlyStopConfig:
 
 
 @dataclass
+class LossConfig:
+    """Change the training loss of one binary label y. All metrics stay those of the plain log loss.
+
+    The loss of a row is  weight * c(y) * (1 - p(y)) ** focal_gamma * cross_entropy(logit, t)  with
+    the target t = (1 - label_smoothing) * y + label_smoothing / 2, and p(y) the probability that
+    the model gives to y. c(1) = pos_weight and c(0) = 1; with focal_alpha they are focal_alpha and
+    1 - focal_alpha (focal loss: arXiv 1708.02002).
+    """
+
+    label_smoothing: float = 0.0
+    pos_weight: float = 1.0
+    focal_gamma: float = 0.0
+    focal_alpha: float | None = None
+
+    def __post_init__(self) -> None:
+        check_below_one("trainer.loss.label_smoothing", self.label_smoothing)
+        check_above("trainer.loss.pos_weight", self.pos_weight, 0.0)
+        check_at_least("trainer.loss.focal_gamma", self.focal_gamma, 0.0)
+        if self.focal_alpha is None:
+            return
+        check_above("trainer.loss.focal_alpha", self.focal_alpha, 0.0)
+        check_below_one("trainer.loss.focal_alpha", self.focal_alpha)
+        if self.pos_weight != 1.0:
+            raise ConfigError(
+                f"trainer.loss.pos_weight={self.pos_weight} and trainer.loss.focal_alpha={self.focal_alpha} "
+                "both weight the positive rows: choose one"
+            )
+
+    @property
+    def changes(self) -> str:
+        """Return the keys that change the loss, with their values; empty for the plain log loss."""
+        changed = (
+            (each.name, getattr(self, each.name)) for each in fields(self) if getattr(self, each.name) != each.default
+        )
+        return ", ".join(f"trainer.loss.{name}={value:g}" for name, value in changed)
+
+
+@dataclass
 class TrainerConfig:
     """Configure the training loop. One step is one optimizer update with global_batch_size rows,
     which are read in gradient_accumulation_steps micro-batches.
@@ -302,6 +340,7 @@ class TrainerConfig:
     epochs: int = 1
     max_steps: int | None = None
     seed: int = 0
+    loss: LossConfig = field(default_factory=LossConfig)
     precision: str = "fp32"
     # the dense layers by torch.compile; if compiling fails they run uncompiled
     compile: bool = False

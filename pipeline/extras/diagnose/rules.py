@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 
 import numpy as np
 
+from pipeline.config.training import LossConfig
 from pipeline.extras.diagnose.columns import (
     SplitRows,
     alone_auc,
@@ -365,7 +366,9 @@ def _calibration(facts: Facts) -> str:
     clicks = rate * facts.metrics.get("num_samples", 0)
     if not clicks or abs(value - 1) < max(UNCALIBRATED, CERTAIN / math.sqrt(clicks)):
         return ""
-    return f"{value:.3f} predicted clicks for each click"
+    loss = facts.run.config["trainer"].get("loss") or {}
+    why = "; trainer.loss is not the plain log loss" if loss and loss != asdict(LossConfig()) else ""
+    return f"{value:.3f} predicted clicks for each click{why}"
 
 
 @dataclass(frozen=True)

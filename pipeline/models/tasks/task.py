@@ -18,6 +18,7 @@ from torch import nn
 from pipeline import devices
 from pipeline.config.model import ModelConfig
 from pipeline.config.registry import find
+from pipeline.config.training import LossConfig
 from pipeline.data.read.batch import Batch
 from pipeline.data.targets import Target
 from pipeline.embeddings.table import Table
@@ -104,11 +105,12 @@ def make_task(
     targets: list[Target] | None = None,
     *,
     precision: str = "fp32",
+    loss: LossConfig | None = None,
 ) -> TaskModel:
     """Join `model` and the task that its config names.
 
-    targets: the labels to learn; None: one binary label. Raises ConfigError if the model cannot
-    learn them.
+    targets: the labels to learn; None: one binary label. loss: None is the task's own. Raises
+    ConfigError if the model cannot learn the labels, or has no loss that `loss` could change.
     """
     targets = targets or [Target("label")]
     if not config.learns_all and targets[0].width > 1:
@@ -119,6 +121,14 @@ def make_task(
         )
     plain = len(targets) == 1 and targets[0].kind == "binary"
     name = "labels" if config.task == "click" and not plain else config.task
+    if loss is not None and loss.changes:
+        if name != "click":
+            raise ConfigError(
+                f"{loss.changes}: these keys change the loss of one binary label, and model={config.kind} trains "
+                f"by the loss of task {name!r}; remove them, or choose another model"
+            )
+        task = find("task", "reshaped_click", "trainer.loss")
+        return TaskModel(model, task(config, tables, loss), precision, targets[0].train_offset)
     task = find("task", name, f"task of model={config.kind}")
     if getattr(task, "takes_targets", False):
         return TaskModel(model, task(config, tables, targets), precision)

@@ -66,6 +66,8 @@ class StepLog(Hook):
         self._open = ExitStack()
 
     def on_train_start(self, state: TrainingState) -> None:
+        if changes := self.job.trainer.loss.changes:
+            logger.info("training loss: %s; all metrics are those of the plain log loss", changes)
         if self._comms:  # the time in collectives, if the backend can measure it
             self._open.enter_context(self._comms.clocked(self.parts.task))
 

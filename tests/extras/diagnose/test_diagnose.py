@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from benchmarks.diagnoses import FAULTS, Fault, prepared
+from pipeline.config.training import LossConfig
 from pipeline.extras.diagnose.hook import Diverging
 from pipeline.extras.diagnose.rules import RULES, find_problems, try_diagnose
 from pipeline.extras.runs.folder import open_run
@@ -78,6 +80,18 @@ def test_numbers_of_a_run_are_diagnosed(
     tmp_path: Path, healthy: str, train_ne: list[float], epochs: int, changed: dict[str, float], expected: list[str]
 ) -> None:
     assert found(run_of(tmp_path, healthy, train_ne, epochs, **changed)) == expected
+
+
+@pytest.mark.parametrize(("pos_weight", "told"), [(4.0, True), (1.0, False)])
+def test_a_changed_loss_is_named_next_to_its_calibration(
+    tmp_path: Path, healthy: str, pos_weight: float, told: bool
+) -> None:
+    run = run_of(tmp_path, healthy, [0.95, 0.86], calibration=1.4)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["trainer"]["loss"] = asdict(LossConfig(pos_weight=pos_weight))
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    (problem,) = find_problems(open_run(str(run)))
+    assert problem.key == "calibration" and ("trainer.loss" in problem.text) is told
 
 
 def test_importance_shows_dead_features_and_leaks(tmp_path: Path, healthy: str) -> None:
