@@ -6,6 +6,8 @@ resolve -> read -> build -> plan -> shard -> restore -> measure -> summarize, on
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +33,7 @@ from pipeline.runtime.shell_words import word
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.signature import requiring
 from pipeline.sharding.compat import allow_untested_versions
-from pipeline.training.evaluation import evaluate_model, open_stats
+from pipeline.training.evaluation import StatsCollector, evaluate_model, open_stats
 from pipeline.training.preflight import checkpoint_folder
 from pipeline.training.readers import on_all_ranks, open_reader
 from pipeline.training.run_state import chosen_step, load_trained_job
@@ -66,9 +68,10 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     tables, step = describe_tables(job, restored, context.world_size // context.local_world_size), restored["step"]
 
     at, named = trained.trainer.group_metrics_at, trained.trainer.metrics
-    collector, title = open_stats(reader, context), f"evaluate {job.split}"
-    metrics = evaluate_model(sharded.model, reader, context, job.max_batches, title, at, collector, named)
-    stats = collector.compute(job.split, step, metrics) if collector else None
+    title, name = f"evaluate {job.split}", file_name(job, step, fingerprint if is_other_data else "")
+    with _collector(job, name, sharded.model, reader, context, resolved.dataset) as collector:
+        metrics = evaluate_model(sharded.model, reader, context, job.max_batches, title, at, collector, named)
+        stats = collector.compute(job.split, step, metrics) if collector else None
     summary = EvaluateSummary(
         job.run,
         job.split,
@@ -76,7 +79,7 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         step_path(checkpoint_folder(job.run, trained.checkpoint), step),
         metrics,
         resolved.dataset.best_auc(job.split, main_label(trained.data.columns, resolved.dataset)),
-        path=storage.join(job.run, file_name(job, step, fingerprint if is_other_data else "")),
+        path=storage.join(job.run, name),
         throughput=_throughput(job.run),
         tables=tables,
         importance=_importance(job, sharded.model, reader, context, resolved.dataset, step),
@@ -110,6 +113,20 @@ def _throughput(run: str) -> dict[str, float]:
     path = storage.join(run, SUMMARY)
     found: dict[str, float] = json.loads(storage.read_text(path))["throughput"] if storage.exists(path) else {}
     return found
+
+
+def _collector(
+    job: EvaluateJob, name: str, model: Module, reader: ShardReader, context: DistributedContext, dataset: Dataset
+) -> AbstractContextManager[StatsCollector | None]:
+    """Return a context of what is collected in addition to metrics: statistics, and rows if the job
+    asks for them. `name` is the evaluation's. Collective."""
+    stats = open_stats(reader, context)
+    if job.predictions is None:
+        return nullcontext(stats)
+    row_file: Callable[..., AbstractContextManager[StatsCollector]] = from_extra("row_file", "predictions")
+    about = {"run": job.run, "evaluation": name.removesuffix(".json")}
+    has_weights = bool(dataset.weight_column or (job.split == "train" and dataset.negative_sampling))
+    return row_file(job.predictions, about, model, reader, context, has_weights, stats)
 
 
 def _importance(

@@ -28,8 +28,9 @@ logger = get_logger(__name__)
 class StatsCollector(Protocol):
     """Collects what an evaluation sees in addition to its metrics. The extra `runs` has one."""
 
-    def update(self, clicks: dict[str, Any], batch: Batch) -> None:
-        """Local. `clicks` is as of clicks_of. The batches come in the reader's order."""
+    def update(self, clicks: dict[str, Any], batch: Batch, prediction: Any) -> None:
+        """Add a batch, on all ranks. `clicks` is clicks_of(prediction). The batches come in the
+        reader's order."""
 
     def compute(self, split: str, step: int, metrics: dict[str, float]) -> object | None:
         """Collective: return what was collected on rank 0, None on other ranks."""
@@ -59,7 +60,7 @@ def evaluate_model(
     and MRR against the catalogue of the split (models.tasks.retrieval_metrics). `named_metrics` are
     registered metrics, added for each binary label (models.metrics).
 
-    `stats` receives the binary labels of each batch. The model's training mode is restored.
+    `stats` receives each batch. The model's training mode is restored.
 
     Raises:
         Preempted: on every rank, a few batches after any rank got SIGTERM. The measurements are dropped.
@@ -136,8 +137,8 @@ class _Measures:
         self._named.update(clicks)
         if self._groups:
             self._groups.update(clicks, batch.groups)
-        if self._stats and clicks:
-            self._stats.update(clicks, batch)
+        if self._stats:
+            self._stats.update(clicks, batch, prediction)
 
     def compute(self) -> dict[str, float]:
         """Return all metrics. Collective."""

@@ -17,12 +17,14 @@ import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.cli.generate import generate
+from pipeline.config.data import ReaderConfig
 from pipeline.config.jobs.evaluate import EvaluateJob, PredictJob
 from pipeline.config.jobs.prepare import GenerateJob, PrepareJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.retraining import GateConfig
 from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare.run import prepare
+from pipeline.data.read.reader import ShardReader
 from pipeline.extras.checkpoints.cli.checkpoints import list_checkpoints
 from pipeline.extras.checkpoints.config import CheckpointsJob
 from pipeline.extras.runs.evaluation_stats import read_stats
@@ -45,7 +47,7 @@ from pipeline.training.evaluate import evaluate
 from pipeline.training.summary import TrainSummary
 from pipeline.training.train import train
 from tests.serving.exports import run_export
-from tests.support.jobs import train_on_rank
+from tests.support.jobs import evaluate_on_rank, train_on_rank
 from tests.support.ranks import RankPool
 from tests.support.stored_tensors import stored_tensors
 
@@ -154,6 +156,7 @@ def test_an_artifact_scores_each_label_by_name_and_is_certified_by_each(
     assert of_order["ne"] == pytest.approx(trained.validation["order/ne"], abs=0.02)  # there weighted by `worth`
     _check_report(exported)
     predictor = Predictor.load(str(tmp_path / "artifact"))
+    _check_evaluated_rows(ranks, trained, folder, tmp_path / "rows.parquet", predictor)
     try_out(predictor)
     job = PredictJob(
         artifact=str(tmp_path / "artifact"),
@@ -168,6 +171,37 @@ def test_an_artifact_scores_each_label_by_name_and_is_certified_by_each(
     assert abs(scores.sum() / clicks.sum() - 1) < 0.15  # half of the negatives trained, and all are predicted
     assert table["score_stars"].to_numpy().min() >= 0 and table["score_stars"].to_numpy().max() <= 3
     _check_answers(predictor)
+
+
+def _check_evaluated_rows(
+    ranks: RankPool, trained: TrainSummary, folder: Path, path: Path, predictor: Predictor
+) -> None:
+    """evaluate's file has the artifact's scores, the weights, and nulls where a mask excludes a label."""
+    words = [f"run={trained.run_dir}", "split=validation", f"predictions={path}"]
+    metrics = ranks.run(2, evaluate_on_rank, words)[0].metrics
+    table = pq.read_table(path).sort_by("row")
+    kinds = [f"{kind}_{name}" for kind in ("label", "score") for name in LABELS]
+    assert table.column_names == ["row", *kinds, "weight", "group"]
+    rows = {name: table[name].to_numpy().astype(np.float64) for name in table.column_names}  # null is NaN
+    reader = ShardReader(
+        str(folder / "ds"), load_dataset(str(folder / "ds")), "validation", global_batch_size=400, rank=0, world_size=1,
+        config=ReaderConfig(shuffle="none"), seed=0, drop_last=False,
+    )  # fmt: skip
+    (batch,), (at,) = reader.batches(epoch=0), reader.positions(epoch=0)
+    expected = predictor.score_batch(batch.dense_features, batch.sparse_features).numpy()
+    for number, name in enumerate(LABELS):
+        np.testing.assert_allclose(rows[f"score_{name}"][at], expected[:, number], atol=1e-6)
+    np.testing.assert_allclose(rows["weight"][at], batch.sample_weights.numpy())
+    for name in ("order", "seconds"):
+        assert (np.isnan(rows[f"label_{name}"]) == (rows["label_click"] == 0)).all()
+    for name in ("click", "order"):
+        counted = ~np.isnan(rows[f"label_{name}"])
+        labels, scores, weights = (rows[each][counted] for each in (f"label_{name}", f"score_{name}", "weight"))
+        losses = -(labels * np.log(scores) + (1 - labels) * np.log1p(-scores))
+        assert np.average(losses, weights=weights) == pytest.approx(metrics[f"{name}/logloss"], abs=1e-6)
+        pairs = np.sign(scores[labels == 1][:, None] - scores[labels == 0]) / 2 + 0.5
+        pair_weights = weights[labels == 1][:, None] * weights[labels == 0]
+        assert np.average(pairs, weights=pair_weights) == pytest.approx(metrics[f"{name}/auc"], abs=1e-6)
 
 
 def _check_report(exported: ExportSummary) -> None:

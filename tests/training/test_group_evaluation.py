@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.columns import ColumnsConfig
 from pipeline.config.data import DataConfig
+from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.data.dataset import GROUP_COLUMN, check_group, load_dataset
 from pipeline.data.prepare.run import prepare
-from pipeline.runtime.errors import ConfigError, DataError
+from pipeline.extras.runs import row_file
+from pipeline.runtime.errors import ConfigError, DataError, UserError
 from pipeline.training import summary as train_summary
-from pipeline.training.summary import TrainSummary
+from pipeline.training.summary import EvaluateSummary, TrainSummary
 from tests.support.jobs import evaluate_on_rank, train_on_rank
 from tests.support.messages import mentions, names
 from tests.support.ranks import RankPool
@@ -85,11 +90,67 @@ def test_training_stops_and_keeps_the_best_by_group_metrics(trained: TrainSummar
     assert not any("gauc" in line for line in lines if line["kind"] == "train")
 
 
-def test_evaluate_prints_group_metrics_equal_on_one_and_two_ranks(ranks: RankPool, trained: TrainSummary) -> None:
+def evaluate_in_small_row_groups(rank: int, words: list[str]) -> EvaluateSummary:
+    with patch.object(row_file, "ROWS_PER_ROW_GROUP", 64):
+        return evaluate_on_rank(rank, words)
+
+
+def error_of_evaluation(rank: int, words: list[str], interrupted: bool) -> str:
+    with patch.object(row_file.atomic, "publish_file", side_effect=KeyboardInterrupt) if interrupted else nullcontext():
+        try:
+            evaluate_on_rank(rank, words)
+        except (UserError, KeyboardInterrupt) as error:
+            return f"{type(error).__name__} {error}"
+    return ""
+
+
+def test_evaluate_gives_equal_group_metrics_and_rows_on_one_and_two_ranks(
+    ranks: RankPool, trained: TrainSummary, folder: Path, tmp_path: Path
+) -> None:
     words = [f"run={trained.run_dir}", "split=test"]
-    one, two = (ranks.run(world_size, evaluate_on_rank, words)[0] for world_size in (1, 2))
+    one, two = (
+        ranks.run(size, evaluate_in_small_row_groups, [*words, f"predictions={tmp_path}/{size}.parquet"])[0]
+        for size in (1, 2)
+    )
     assert one.metrics == pytest.approx(two.metrics, abs=1e-6)
     assert mentions(train_summary.describe_evaluation(one), "gauc ndcg_at_2 hit_rate_at_5 num_one_class_groups")
+
+    rows, same = (pq.read_table(tmp_path / f"{size}.parquet") for size in (1, 2))
+    assert rows.column_names == ["row", "label", "score", "group"]
+    assert rows.drop_columns("score") == same.drop_columns("score")
+    labels, scores = (rows[name].to_numpy().astype(np.float64) for name in ("label", "score"))
+    np.testing.assert_allclose(scores, same["score"].to_numpy(), atol=1e-6)
+    assert pq.ParquetFile(tmp_path / "1.parquet").num_row_groups == -(-len(rows) // 64) > 1
+    dataset = load_dataset(f"{folder}/ds")
+    shards = pa.concat_tables(pq.read_table(folder / "ds" / file.path) for file in dataset.splits["test"].files)
+    at = rows["row"].to_numpy()
+    assert sorted(at) == list(range(len(shards)))
+    np.testing.assert_array_equal(shards["click"].to_numpy()[at], labels)
+    np.testing.assert_array_equal(shards[GROUP_COLUMN].to_numpy()[at], rows["group"].to_numpy())
+    above = scores[labels == 1][:, None] - scores[labels == 0]
+    assert ((above > 0) + (above == 0) / 2).mean() == pytest.approx(one.metrics["auc"], abs=1e-6)
+    logloss = -(labels * np.log(scores) + (1 - labels) * np.log1p(-scores)).mean()
+    assert logloss == pytest.approx(one.metrics["logloss"], abs=1e-6)
+
+
+def test_a_file_of_rows_appears_complete_and_replaces_only_its_own(
+    ranks: RankPool, trained: TrainSummary, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.parquet"
+    words = [f"run={trained.run_dir}", "split=test", "max_batches=1", f"predictions={path}"]
+    assert ranks.run(1, error_of_evaluation, words, True) == ["KeyboardInterrupt "]
+    assert list(tmp_path.iterdir()) == []
+    for _ in range(2):
+        assert ranks.run(1, error_of_evaluation, words, False) == [""]
+    assert len(pq.read_table(path)) == 64 and list(tmp_path.iterdir()) == [path]
+    for other in ("split=validation", "max_batches=2"):
+        for error in ranks.run(2, error_of_evaluation, [*words, other], False):
+            assert mentions(error, f"predictions={path} remove")
+    path.write_text("notes")
+    (error,) = ranks.run(1, error_of_evaluation, words, False)
+    assert "was not written by this evaluation" in error and path.read_text() == "notes"
+    with pytest.raises(ConfigError, match=names("predictions=rows.csv .parquet")):
+        load_config(EvaluateJob, [*words, "predictions=rows.csv"])
 
 
 def test_a_group_that_is_not_there_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -60,8 +60,11 @@ class EvaluateJob(Job):
     metrics: list[str] = field(default_factory=list)
     # rows on which each feature's importance is measured by permutation; 0: none
     importance_rows: int = 0
+    predictions: str | None = None  # a .parquet file that gets a row for each row that is measured
 
     def __post_init__(self) -> None:
+        if self.predictions is not None and not self.predictions.endswith(".parquet"):
+            raise ConfigError(f"predictions={self.predictions} must end in .parquet")
         for name in self.metrics:
             find("metric", name, "metrics")
         check_at_least("importance_rows", self.importance_rows, 0)

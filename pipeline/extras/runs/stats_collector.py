@@ -34,7 +34,7 @@ class StatsCollector:
         self._labels: dict[str, LabelRows] = {}  # by the prefix of the label's metrics
         self._dataset, self._positions = reader.dataset_fingerprint, reader.positions(epoch=0)
 
-    def update(self, clicks: dict[str, Any], batch: Batch) -> None:
+    def update(self, clicks: dict[str, Any], batch: Batch, prediction: Any) -> None:
         """Local: add a batch, in the reader's order. clicks: prefix -> a prediction with logits,
         labels and sample_weights [batch].
         """

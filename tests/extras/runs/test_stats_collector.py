@@ -29,7 +29,7 @@ def _rows_in_details(rank: int, world_size: int, max_rows: int) -> tuple[int, fl
     for _ in positions:
         labels = torch.arange(BATCH).float() % 2
         prediction = Prediction(torch.tensor(0.0), labels - 0.3, labels, torch.ones(BATCH))
-        collector.update({"": prediction}, cast(Any, None))
+        collector.update({"": prediction}, cast(Any, None), prediction)
     details = collector.compute("validation", 1, {})
     held = sum(len(labels) for _, _, labels, _ in collector._labels[""]._rows)
     return held, None if details is None else float(details.blocks.rows.sum())
