@@ -90,10 +90,9 @@ class Sgd(Optimizer):
         return _classes().SGD
 
 
-def _is_adagrad_fused(weights: list[Any]) -> bool:
-    """Return whether torch trains these weights by one kernel. Torch 2.11 refuses it on GPUs; 2.14 does not."""
-    release = tuple(int(number) for number in _classes("torch").__version__.split(".")[:2])
-    return release >= (2, 14) or not any(weight.is_cuda for weight in weights)
+def _is_adagrad_fused() -> bool:
+    """Return whether torch trains layers by one kernel on all devices. Torch 2.11 cannot on GPUs."""
+    return tuple(int(number) for number in _classes("torch").__version__.split(".")[:2]) >= (2, 14)
 
 
 @register("optimizer", "adagrad")
@@ -103,7 +102,7 @@ class Adagrad(Optimizer):
     replicated_states: ClassVar[Mapping[str, str]] = {"momentum1": "sum"}
 
     def dense(self, weights: list[Any], config: DenseOptimizerConfig) -> torch.optim.Optimizer:
-        fused = _is_adagrad_fused(weights)
+        fused = _is_adagrad_fused()
         return _classes().Adagrad(weights, lr=config.lr, eps=config.eps, weight_decay=config.weight_decay, fused=fused)
 
     def replicated(self) -> type[torch.optim.Optimizer]:
