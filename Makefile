@@ -65,7 +65,7 @@ doctor: $(VENV)/installed  ## check versions, operations, GPU, shared memory and
 	@$(PY) -m pipeline doctor
 
 .PHONY: test
-test: $(VENV)/installed-dev  ## the default test suite, no GPU needed: at most 12 CPU minutes on a quiet machine
+test: $(VENV)/installed-dev  ## the default test suite, no GPU needed: about 12 CPU minutes on a quiet machine
 	@TIMEFORMAT='CPU time %U s + %S s in system calls, %R s in all'; \
 		time OMP_NUM_THREADS=1 $(PY) -m pytest -m "not campaign and not gpu" -n $(JOBS) --dist worksteal
 
