@@ -256,7 +256,7 @@ def resolved_job(preset: Preset, device_type: str, world_size: int, overrides: l
 def our_side(
     preset: Preset, raw: list[RawBatch], context: DistributedContext, overrides: list[str]
 ) -> tuple[ShardedModel, Callable[[int], Timed]]:
-    """The sharded model beside its loop. The loop's steps are one more than it is asked for: the first is not timed."""
+    """Return the sharded model, and a function that trains n steps after one step that is not timed."""
     resolved = resolved_job(preset, context.device.type, context.world_size, overrides)
     job = resolved.job
     assembly = build_sharded_model(resolved, context)

@@ -43,8 +43,8 @@ PAGES = {
         "This package and TorchRec's documented loop trained in turns in one process on one GPU; a figure is the median of "
         "three rounds of 30 steps, with the least and the most. Two virtual machines of one kind were used. On the second, the "
         "host was slower, and only the check's line was kept. `times torchrec` compares equal work in equal precision, except for bf16, "
-        "which is compared with TorchRec's loop in fp32. `predicted ms` is the planner's prediction for `hardware=h100_80gb`, which "
-        "was written before any GPU was there.",
+        "which is compared with TorchRec's loop in fp32. `predicted ms` is the planner's prediction for `hardware=h100_80gb`; "
+        "nothing in it was fitted to these steps.",
     ),
     "gpu_rates": (
         "Rates of an H100",

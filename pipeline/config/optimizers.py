@@ -91,7 +91,7 @@ class Sgd(Optimizer):
 
 
 def _is_adagrad_fused() -> bool:
-    """Return whether torch trains layers by one kernel on all devices. Torch 2.11 cannot on GPUs."""
+    """Return True if torch has a fused Adagrad for every device. Torch 2.11 has none for GPUs."""
     return tuple(int(number) for number in _classes("torch").__version__.split(".")[:2]) >= (2, 14)
 
 

@@ -61,7 +61,7 @@ class Cuda(Device):
         )
 
     def check_precision(self, precision: str) -> None:
-        """Every precision is possible: cuBLAS computes in fp32 on GPUs without TF32."""
+        """Accept every precision, because cuBLAS computes in fp32 on GPUs without TF32."""
 
     def use_tf32(self, enabled: bool) -> None:
         torch.backends.cuda.matmul.allow_tf32 = enabled
