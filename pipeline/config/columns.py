@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from pipeline.config.registry import find, read_settings
 from pipeline.runtime.errors import (
     ConfigError,
     check_above,
@@ -31,6 +33,8 @@ class LabelConfig:
     weight: factor of the label's loss in the sum over all labels. Only training uses it.
     values: text -> number, {yes: 1, no: 0}, for a binary or ordinal label whose column holds text.
     threshold: for a binary label; it is 1 if the column's number is at least the threshold, otherwise 0.
+    loss: the loss of a regression label: the kind and settings of a registered "loss". {}: squared error. Only
+        training uses it.
     mask: a binary label. Rows where the mask is 0 do not count for this label; its value may be missing.
     """
 
@@ -40,9 +44,11 @@ class LabelConfig:
     mask: str | None = None
     values: dict[str, int] = field(default_factory=dict)
     threshold: float | None = None
+    loss: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_choice("labels.kind", self.kind, LABEL_KINDS)
+        self.read_loss()
         self._check_cells()
         check_above("labels.weight", self.weight, 0.0)
         if self.kind != "ordinal" and self.num_buckets is not None:
@@ -51,6 +57,17 @@ class LabelConfig:
             if self.num_buckets is None:
                 raise ConfigError("labels.kind=ordinal needs num_buckets=<the number of buckets>")
             check_within("labels.num_buckets", self.num_buckets, 2, MAX_BUCKETS)
+
+    def read_loss(self) -> Callable[..., Any] | None:
+        """Return `loss` as the dataclass of its kind: a function of outputs and labels, which
+        returns the losses; [rows] each. None: squared error. Raises ConfigError for unknown settings."""
+        if not self.loss:
+            return None
+        if self.kind != "regression":
+            raise ConfigError(f"labels.loss={self.loss} needs kind=regression, not kind={self.kind}")
+        settings = {name: value for name, value in self.loss.items() if name != "kind"}
+        kind = str(self.loss.get("kind", ""))
+        return read_settings(find("loss", kind, "labels.loss.kind"), settings, "labels.loss", f"kind={kind}")
 
     def _check_cells(self) -> None:
         if self.values and self.threshold is not None:

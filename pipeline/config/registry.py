@@ -39,6 +39,7 @@ BUILT_IN: dict[str, str | None] = {
     "model": "pipeline.models",
     "task": "pipeline.models.tasks",
     "metric": "pipeline.models.metrics",
+    "loss": None,
     "format": "pipeline.data.raw.formats",
     "optimizer": "pipeline.config.optimizers",
     "compression": "pipeline.embeddings.compression",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from pipeline.config.columns import ColumnsConfig
 from pipeline.data.dataset import Dataset, listed_labels
@@ -16,7 +17,8 @@ class Target:
 
     weight: the weight of its loss in the sum. mask: a label that is 1 in the rows that count.
     train_offset: a number added to its logits in training only, because training rows were sampled:
-    log(1 / keep).
+    log(1 / keep). loss: of a regression label, a function (outputs, labels) -> losses, [rows] each;
+    None: squared error.
     """
 
     name: str
@@ -25,6 +27,7 @@ class Target:
     weight: float = 1.0
     mask: str | None = None
     train_offset: float = 0.0
+    loss: Any = None
 
     @property
     def width(self) -> int:
@@ -42,7 +45,6 @@ def targets_of(columns: ColumnsConfig, dataset: Dataset, learns_all: bool) -> li
         DataError: the data set lacks a label of data.columns, or has it with other settings.
     """
     held = {label.name: label for label in dataset.all_labels}
-    weights = {}
     if dataset.labels or columns.labels:
         for label in listed_labels(columns.labels):
             if held.get(label.name) != label:
@@ -50,7 +52,6 @@ def targets_of(columns: ColumnsConfig, dataset: Dataset, learns_all: bool) -> li
                     f"data.columns.labels.{label.name} is {_describe(label)}, data set {dataset.name!r} was prepared with "
                     f"{_describe(held.get(label.name))}{did_you_mean(label.name, held)}: prepare it again, in another data.path"
                 )
-        weights = {name: label.weight for name, label in columns.labels.items()}
     if columns.weight is not None and columns.weight != dataset.weight_column:
         raise DataError(
             f"data.columns.weight={columns.weight!r}, but data set {dataset.name!r} was prepared with "
@@ -70,9 +71,10 @@ def targets_of(columns: ColumnsConfig, dataset: Dataset, learns_all: bool) -> li
             name,
             held[name].kind,
             held[name].num_buckets,
-            weights.get(name, 1.0),
+            columns.labels[name].weight if name in columns.labels else 1.0,
             held[name].mask,
             offsets.get(name, 0.0),
+            columns.labels[name].read_loss() if name in columns.labels else None,
         )
         for name in names
     ]

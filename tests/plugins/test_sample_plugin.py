@@ -89,5 +89,9 @@ def test_its_index_finds_what_the_exact_one_finds(gone: dict[str, Any]) -> None:
     assert gone["items"]["found"] == gone["items"]["exact"]
 
 
+def test_its_loss_is_found_by_its_name(gone: dict[str, Any]) -> None:
+    assert gone["loss"] == 2.0
+
+
 def test_its_verb_runs_by_its_name(gone: dict[str, Any]) -> None:
     assert gone["printed"] == f"{ROWS + 3} lines\n"

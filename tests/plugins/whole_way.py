@@ -16,6 +16,7 @@ import numpy as np
 
 from pipeline.__main__ import main as run_verb
 from pipeline.cli.command_line import load_config
+from pipeline.config.columns import LabelConfig
 from pipeline.config.jobs.evaluate import EvaluateJob, ExportJob, PredictJob
 from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.config.jobs.train import TrainJob
@@ -110,6 +111,7 @@ def whole_way(folder: Path) -> dict[str, Any]:
         "tracked": (run / "tracked.txt").read_text(),
         "parity": exported.parity,
         "printed": printed.getvalue(),
+        "loss": LabelConfig("regression", loss={"kind": "absolute"}).read_loss()(3.0, 5.0),
         "items": search_items(folder),
         "scores": (folder / "scores.csv").read_text(),
         "log": (run / "metrics.jsonl").read_text(),

@@ -205,6 +205,8 @@ class TrainJob(Job):
         for name in learnt:
             kind = labels[name].kind if name in labels else "binary"
             metrics = self.model.metrics if kind == "binary" else LABEL_METRICS[kind]
+            if name in labels and labels[name].loss:
+                metrics = ("loss", *metrics)
             prefix = f"{name}/" if len(learnt) > 1 else ""
             found += [prefix + metric for metric in metrics]
             added = (*self.trainer.metrics, *self._group_metrics()) if kind == "binary" and "auc" in metrics else ()

@@ -3,4 +3,8 @@
 Each file is one model, as in pipeline/models, and uses the layers, tasks and base classes of the core.
 """
 
-COMPONENTS = {"model": "pipeline.extras.models", "task": "pipeline.extras.models.tasks"}
+COMPONENTS = {
+    "model": "pipeline.extras.models",
+    "task": "pipeline.extras.models.tasks",
+    "loss": "pipeline.extras.models.tasks.regression_losses",
+}

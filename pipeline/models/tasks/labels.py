@@ -1,6 +1,7 @@
 """Train labels of any kind and number: a weighted sum of losses, and metrics by label.
 
-A binary label has one logit and cross-entropy. A regression label has one value and squared error.
+A binary label has one logit and cross-entropy. A regression label has one value and squared error,
+or a registered loss (data.columns.labels.<name>.loss).
 An ordinal label has for each bucket except the first the logit of "this bucket or a later bucket"
 (Frank and Hall 2001), and the mean of their cross-entropies.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -150,7 +152,8 @@ def losses_of(target: Target, outputs: torch.Tensor, labels: torch.Tensor) -> to
     if target.kind == "binary":
         return F.binary_cross_entropy_with_logits(outputs[:, 0], labels, reduction="none")
     if target.kind == "regression":
-        return (outputs[:, 0] - labels).square()
+        error = outputs[:, 0] - labels
+        return error.square() if target.loss is None else target.loss(outputs[:, 0], labels)
     return F.binary_cross_entropy_with_logits(outputs, passed_buckets(labels, target.width), reduction="none").mean(1)
 
 
@@ -223,18 +226,19 @@ class SumsMeasure:
         return {**self._metrics(sums), "num_samples": int(num_samples)}
 
 
-def _regression_sums(prediction: TargetPrediction) -> torch.Tensor:
+def _regression_sums(target: Target, prediction: TargetPrediction) -> torch.Tensor:
     _, outputs, labels, weights = prediction
     error = outputs[:, 0] - labels
-    parts = [weights, weights * error.square(), weights * error.abs(), weights * labels, weights * labels.square(), weights * outputs[:, 0]]  # fmt: skip
+    parts = [weights, weights * error.square(), weights * error.abs(), weights * labels, weights * labels.square(), weights * outputs[:, 0], weights * losses_of(target, outputs, labels)]  # fmt: skip
     return torch.stack([part.sum() for part in parts])
 
 
-def _regression_metrics(sums: list[float]) -> dict[str, float]:
-    """Return mse, mae, r2 (1 - mse / variance of the label) and means; NaN if no row counts."""
-    weight, squares, absolutes, labels, label_squares, outputs = (_ratio(each, sums[0]) for each in sums)
+def _regression_metrics(target: Target, sums: list[float]) -> dict[str, float]:
+    """Return mse, mae, r2 (1 - mse / variance of the label) and means; NaN if no row counts.
+    A target with a loss of its own also has that loss."""
+    weight, squares, absolutes, labels, label_squares, outputs, loss = (_ratio(each, sums[0]) for each in sums)
     variance = label_squares - labels**2
-    return {
+    return ({"loss": loss} if target.loss is not None else {}) | {
         "mse": squares,
         "mae": absolutes,
         "r2": 1.0 - _ratio(squares, variance) if weight else math.nan,
@@ -281,5 +285,6 @@ def evaluation_measure(target: Target, context: DistributedContext, batch_size: 
 
 def _sums_measure(target: Target, context: DistributedContext, starts_anew: bool) -> SumsMeasure:
     if target.kind == "regression":
-        return SumsMeasure(context, _regression_sums, _regression_metrics, starts_anew)
+        sums, metrics = partial(_regression_sums, target), partial(_regression_metrics, target)
+        return SumsMeasure(context, sums, metrics, starts_anew)
     return SumsMeasure(context, _ordinal_sums, _ordinal_metrics, starts_anew)

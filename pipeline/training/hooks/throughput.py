@@ -22,7 +22,7 @@ from pipeline.sharding.table_storage import TierStats
 from pipeline.training.hooks.base import Hook, TrainingParts, TrainingState
 
 # the log line shows the first of these that is measured
-QUALITY = {"ne": "NE", "mse": "MSE", "loss": "loss"}
+QUALITY = {"ne": "NE", "loss": "loss", "mse": "MSE"}
 logger = get_logger("pipeline.training")
 
 
