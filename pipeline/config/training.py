@@ -21,6 +21,7 @@ from pipeline.runtime.masking import MASK, hide
 from pipeline.runtime.process.watchdog import Limits
 
 SCHEDULES = ("constant", "poly", "cosine", "step")
+AVERAGES = ("none", "ema", "swa")
 COMM_PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 PRECISIONS = ("fp32", "tf32", "bf16")
 TRAIN_PIPELINES = ("auto", "sparse_dist", "base")
@@ -327,6 +328,34 @@ class LossConfig:
 
 
 @dataclass
+class AverageConfig:
+    """Average the dense layers over steps; tables are not averaged. The average is evaluated,
+    saved and exported. Training continues with the trained layers.
+
+    Each `every_steps` steps from `start_step` on, after n averaged steps,
+    average += (1 - d) * (layers - average)  with d = min(decay, (1 + n) / (10 + n)) for ema, so that
+    the first layers do not stay in the average of a short run, and d = n / (n + 1) for swa, which is
+    the mean.
+    """
+
+    kind: str = "none"
+    decay: float = 0.999  # of ema
+    start_step: int = 0
+    every_steps: int = 1
+
+    def __post_init__(self) -> None:
+        check_choice("trainer.average.kind", self.kind, AVERAGES)
+        check_at_least("trainer.average.decay", self.decay, 0.0)
+        check_below_one("trainer.average.decay", self.decay)
+        check_at_least("trainer.average.start_step", self.start_step, 0)
+        check_at_least("trainer.average.every_steps", self.every_steps, 1)
+
+    def decay_after(self, num_averaged: int) -> float:
+        """Return the decay d of ema after so many averaged steps."""
+        return min(self.decay, (1 + num_averaged) / (10 + num_averaged))
+
+
+@dataclass
 class TrainerConfig:
     """Configure the training loop. One step is one optimizer update with global_batch_size rows,
     which are read in gradient_accumulation_steps micro-batches.
@@ -341,6 +370,7 @@ class TrainerConfig:
     max_steps: int | None = None
     seed: int = 0
     loss: LossConfig = field(default_factory=LossConfig)
+    average: AverageConfig = field(default_factory=AverageConfig)
     precision: str = "fp32"
     # the dense layers by torch.compile; if compiling fails they run uncompiled
     compile: bool = False

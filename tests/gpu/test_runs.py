@@ -57,6 +57,7 @@ JOBS: dict[str, list[str]] = {
     "asynchronous": ["checkpoint.asynchronous=true", "checkpoint.save_every_steps=1"],
     "differential": ["checkpoint.differential=true", "checkpoint.save_every_steps=1"],
     "base_pipeline": ["trainer.pipeline=base"],
+    "averaged_layers": ["trainer.average.kind=ema", "trainer.average.decay=0.25", "checkpoint.save_every_steps=1"],
 }
 
 

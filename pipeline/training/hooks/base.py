@@ -19,7 +19,8 @@ comes on each rank at a different time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -167,6 +168,12 @@ class Hook:
         """Return values to add to the next line of metrics.jsonl. Collective."""
         return {}
 
+    def evaluated_model(self, state: TrainingState) -> AbstractContextManager[None]:
+        """Return a context around each evaluation and each save. In it a hook may give the model
+        other weights, for example an average; afterwards the trained weights must be back.
+        Collective."""
+        return nullcontext()
+
     def on_evaluation_end(self, state: TrainingState, metrics: dict[str, float]) -> None:
         """The model of `state.step` was measured on the validation split. Collective."""
 
@@ -236,6 +243,14 @@ class HookList:
     def saved_files(self, state: TrainingState) -> dict[str, bytes]:
         return {name: content for hook in self.hooks for name, content in hook.saved_files(state).items()}
 
+    @contextmanager
+    def evaluated_model(self, state: TrainingState) -> Iterator[None]:
+        """Enter the contexts of all hooks, in order."""
+        with ExitStack() as stack:
+            for hook in self.hooks:
+                stack.enter_context(hook.evaluated_model(state))
+            yield
+
     def on_non_finite_loss(self, state: TrainingState, error: NonFiniteLossError) -> dict[str, Any]:
         """Return the manifest of the first hook that restores a checkpoint. Raises `error` if no
         hook does. Collective."""
@@ -273,6 +288,7 @@ SETTINGS_OF_EXTRAS = {
     "logger.otlp_endpoint": "monitor",
     "logger.heartbeat_url": "heartbeat",
     "logger.tracker": "tracker",
+    "trainer.average.kind": "average",
 }
 
 

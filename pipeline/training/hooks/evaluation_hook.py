@@ -86,16 +86,17 @@ class Evaluation(Hook):
         state.detach()
         collector = open_stats(parts.validation_reader, parts.context)
         try:
-            metrics = evaluate_model(
-                parts.model,
-                parts.validation_reader,
-                parts.context,
-                self.job.trainer.evaluate_max_batches,
-                "validation",
-                self.job.trainer.group_metrics_at,
-                collector,
-                self.job.trainer.metrics,
-            )
+            with state.hooks.evaluated_model(state):
+                metrics = evaluate_model(
+                    parts.model,
+                    parts.validation_reader,
+                    parts.context,
+                    self.job.trainer.evaluate_max_batches,
+                    "validation",
+                    self.job.trainer.group_metrics_at,
+                    collector,
+                    self.job.trainer.metrics,
+                )
         # the step is saved without metrics; a resumed run evaluates it
         except preemption.Preempted:
             state.preempted = True

@@ -34,6 +34,7 @@ NEUTRAL = ("name", "run_dir", "from_run", "world_size", "plugins", "paths.", "da
 FIRST_STEP = ("warm_start", ".init.")
 # Settings that change the trained weights. A finished run has no step left that could apply them.
 TRAINS = ("optimizer.", "schedule.", "model.", "tables.", "parallel.", "warm_start", "trainer.precision",
+          "trainer.loss.", "trainer.average.",
           "trainer.gradient_clip_", "comms.forward_precision", "comms.backward_precision",
           "data.synthetic_multi_hot")  # fmt: skip
 MAX_NAMED = 8

@@ -157,6 +157,7 @@ class SaveCheckpoints(Hook):
         order = state.order
         epoch, within = order.locate(order.position(state.step) * order.accumulation)
         values = {"reader": {"epoch": epoch, "step": within}, "skipped_steps": order.skipped}
-        with watchdog.saving():
-            self._saving.save(state.step, values | state.hooks.saved_values(state), state.hooks.saved_files(state))
+        values, files = values | state.hooks.saved_values(state), state.hooks.saved_files(state)
+        with watchdog.saving(), state.hooks.evaluated_model(state):
+            self._saving.save(state.step, values, files)
         state.saved_step, self._saved_at = state.step, self._clock()
