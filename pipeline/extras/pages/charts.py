@@ -18,13 +18,15 @@ BAR_NAMES, BAR_STEP, BAR_LETTERS = (
 # them
 NEAR = 1e-5
 MAX_POINTS = 300  # of a line; more points cannot be distinguished
+COLOURS = tuple(f"run_{number}" for number in range(1, 7))
+DASHES = ("", "7 4", "2 3", "10 3 2 3")  # of strokes, as SVG takes them; the first is a solid line
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Line:
     """A line of a chart. colour: the name of a CSS colour. marks: draw a dot at each point. joined:
-    draw a line.
+    draw a line. dash: one of DASHES.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Line:
     points: list[Point]
     marks: bool = False
     joined: bool = True
+    dash: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,11 @@ def line_chart(
     for line in drawn:
         parts += _line(line, at, x_name)
     return svg(label, LEFT + WIDTH + RIGHT, TOP + HEIGHT + BOTTOM, parts)
+
+
+def style(number: int) -> tuple[str, str]:
+    """Return the colour and the dash of line `number` of a chart. The first 24 lines differ."""
+    return COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
@@ -176,11 +184,14 @@ def _line(line: Line, at: Callable[[float, float], Point], x_name: str) -> list[
         if places
         else ""
     )
-    drawn = f'<polyline class="line" style="stroke:var(--{line.colour})" points="{path}">{title}</polyline>'
+    dash = f' stroke-dasharray="{line.dash}"' if line.dash else ""
+    drawn = f'<polyline class="line" style="stroke:var(--{line.colour})"{dash} points="{path}">{title}</polyline>'
     parts = [drawn] if line.joined else []
+    # dots of a dashed line are hollow, because close dots hide the dashes
+    fill = f"fill:var(--page);stroke:var(--{line.colour})" if line.dash else f"fill:var(--{line.colour})"
     if line.marks or len(places) == 1:
         parts += [
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" style="fill:var(--{line.colour})">'
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" style="{fill}">'
             f"<title>{escape(line.name)}: {point[1]:.5g} at {x_name} {point[0]:.6g}</title></circle>"
             for (x, y), point in zip(places, line.points, strict=True)
         ]

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 import yaml
 
 from pipeline.data.dataset import Dataset
-from pipeline.extras.pages.charts import Line, line_chart
+from pipeline.extras.pages.charts import Line, line_chart, style
 from pipeline.extras.runs.compare import choose_split
 from pipeline.extras.runs.evaluation_stats import EvaluationStats, read_stats
 from pipeline.extras.runs.folder import PLAN, Run
@@ -30,7 +30,6 @@ from pipeline.runtime.storage import storage
 
 FILE = "report.html"
 MAX_EVALUATIONS = 40  # the last ones, shown on the page
-COLOURS = tuple(f"run_{number}" for number in range(1, 7))
 TITLES = {
     "ne": "NE",
     "logloss": "Log loss, nats",
@@ -96,7 +95,7 @@ def render_report(run: Run) -> str:
             for label, each in of_labels.items() for chart, bins in [_reliability(each, split)] if bins
         ],
         rates=line_chart("learning rates over steps", "", rates, log=True),
-        rate_names=[(line.colour, line.name) for line in rates],
+        rate_names=[(line.colour, line.name, line.dash) for line in rates],
         machine=_machine(run),
         features=feature_rows(dataset, stats, run) if dataset is not None and has_features else [],
         FEATURE_HEADINGS=FEATURE_HEADINGS,
@@ -254,8 +253,8 @@ def _quality(run: Run, label: str) -> Charts:
 def _rates(run: Run) -> list[Line]:
     keys = sorted({key for line in run.lines if line["kind"] == "train" for key in line if key.startswith("lr_")})
     return [
-        Line(key.removeprefix("lr_"), colour, curve(run, "train", key, "").points)
-        for key, colour in zip(keys, COLOURS, strict=False)
+        Line(key.removeprefix("lr_"), colour, curve(run, "train", key, "").points, dash=dash)
+        for key, (colour, dash) in zip(keys, map(style, range(len(keys))), strict=True)
     ]
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.extras.pages.charts import Line, line_chart
+from pipeline.extras.pages.charts import Line, line_chart, style
 from pipeline.extras.runs.compare import Comparison, labels_of
 from pipeline.extras.runs.folder import Run
-from pipeline.extras.runs.report import COLOURS, curve
+from pipeline.extras.runs.report import curve
 from pipeline.runtime.pages.html import render
 
 CURVES = (
@@ -20,20 +20,21 @@ SPEED = ("train", "Samples a second", "samples_per_s")
 
 
 def render_comparison(comparison: Comparison) -> str:
-    """Render the page. Each variant has a colour; the curves of its runs are drawn over
+    """Render the page. Each variant has a colour and a dash; the curves of its runs are drawn over
     each other.
     """
     variants = comparison.variants
     letters = [each.letter for each in variants]
-    colours = {letter: COLOURS[index % len(COLOURS)] for index, letter in enumerate(letters)}
+    styles = {letter: style(index) for index, letter in enumerate(letters)}
     charts = []
     labels = labels_of([run for each in variants for run in each.runs])
     of_labels = [(label, *each) for label in labels for each in CURVES]
     for label, kind, title, metric in [*of_labels, ("", *SPEED)]:
         title = f"{label}: {title}" if label and len(labels) > 1 else title
         lines = [
-            by_samples(run, curve(run, kind, metric, colours[each.letter], label, marks=kind == "validation"))
+            by_samples(run, replace(curve(run, kind, metric, colour, label, marks=kind == "validation"), dash=dash))
             for each in variants
+            for colour, dash in [styles[each.letter]]
             for run in each.runs
         ]
         charts.append((title, line_chart(f"{title} over samples", metric, lines, "samples")))
@@ -42,7 +43,7 @@ def render_comparison(comparison: Comparison) -> str:
         f"{len(variants)} variants, {sum(len(each.runs) for each in variants)} runs",
         comparison=comparison,
         letters=letters,
-        legend=[(colours[letter], letter) for letter in letters],
+        legend=[(styles[letter][0], letter, styles[letter][1]) for letter in letters],
         ranking=[
             [str(place), f"{each.letter}  {each.paths}", value, difference]
             for place, (each, value, difference) in enumerate(comparison.ranking, 1)

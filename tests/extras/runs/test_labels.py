@@ -163,3 +163,13 @@ def test_the_last_lines_of_train_give_the_limit_of_the_main_label_and_name_label
         assert "of 0.7000, the best" in text and "of 0.8" not in text
         assert ("conversion only; the model does not learn click" in text) == (model == "dlrm")
         assert ("\n            click: AUC 0.6500, NE" in text) == (model == "mmoe")
+
+
+def test_variants_of_a_comparison_have_different_lines(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / str(number), "click", {"click": BINARY}, f"m{number}") for number in range(9)]
+    page = render_comparison(compare(runs))
+    lines = re.findall(r'<path class="line" style="stroke:var\((.*?)\)" stroke-dasharray="(.*?)"', page)
+    assert len(lines) == len(set(lines)) == 9
+    for colour, dash in lines:
+        drawn = f'style="stroke:var({colour})"' + (f' stroke-dasharray="{dash}"' if dash != "none" else "")
+        assert f'<polyline class="line" {drawn} points=' in page
