@@ -107,11 +107,6 @@ def clicks_of(task: Task, prediction: Any) -> dict[str, Any]:
     return {"": prediction} if hasattr(prediction, "logits") else {}
 
 
-def main_prefix(task: Task) -> str:
-    """Return the prefix of the main label's metrics."""
-    return task.prefixes[0] if isinstance(task, LabelsTask) else ""
-
-
 class _Measures:
     """The task's own metrics, and the additional metrics of each binary label: named, grouped, and
     statistics."""

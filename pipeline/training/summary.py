@@ -219,11 +219,12 @@ def describe_evaluation(summary: EvaluateSummary) -> str:
         value = summary.metrics[name]
         lines.append(f"  {name:<{width}}" + (f"{value:,}" if isinstance(value, int) else f"{value:.6g}"))
     if summary.importance:
-        features = summary.importance["features"]
-        best_first = sorted(features, key=lambda name: -features[name]["ne_increase"])[:MAX_FEATURES]
-        lines.append(
-            "importance  NE rises by " + ", ".join(f"{features[name]['ne_increase']:.4f} {name}" for name in best_first)
-        )
+        main = summary.importance.get("label", "")
+        for label, found in {main: summary.importance, **summary.importance.get("others", {})}.items():
+            features = found["features"]
+            best_first = sorted(features, key=lambda name: -features[name]["ne_increase"])[:MAX_FEATURES]
+            rises = ", ".join(f"{features[name]['ne_increase']:.4f} {name}" for name in best_first)
+            lines.append(f"importance  NE {f'of {label} ' if label else ''}rises by {rises}")
     if summary.tables:
         lines.append(f"tables      {summary.tables}")
     lines.append(f"quality     {describe_quality(summary.metrics, summary.bayes_auc)}")

@@ -111,15 +111,15 @@ def test_fractions_of_a_position_lie_between_whole_ones() -> None:
 
 def _importance(rows: Rows) -> dict[str, Any]:
     """The importance of a feature whose shuffled losses are `others`."""
-    weights, before, after = (torch.from_numpy(rows[name]).double() for name in ("weights", "logits", "others"))
-    parts = (torch.ones(len(weights)), torch.from_numpy(rows["labels"]), before)
-    sums = [[float(len(weights)), *(float((weights * part).sum()) for part in parts)]]
-    losses, permutation._losses = permutation._losses, lambda *_: (weights, None, after)  # type: ignore[assignment]
-    try:
-        sums.append(permutation._added(None, None, None, before))  # type: ignore[arg-type]
-    finally:
-        permutation._losses = losses
-    return permutation._summarized(["feature"], np.array(sums))
+    weights, labels, before, after = (
+        torch.from_numpy(rows[name]).double() for name in ("weights", "labels", "logits", "others")
+    )
+    parts = (torch.ones(len(weights)), labels, before)
+    sums = {"": [[float(len(weights)), *(float((weights * part).sum()) for part in parts)]]}
+    permutation._add(sums, {"": (weights, labels, before)}, {"": (weights, labels, after)})
+    found, _ = permutation._summarized(["feature"], np.array(sums[""]))
+    assert found is not None
+    return found
 
 
 def test_importance_weighs_rows_and_its_error_counts_independent_rows() -> None:

@@ -55,7 +55,7 @@ class Facts:
         counts = [run.of_label(metrics, each).get("num_samples", 0) for each in run.labels]
         # share of the rows in which the label counts; below 1 for a masked label
         self.share = self.metrics.get("num_samples", 1) / (max(counts) or 1)
-        self.importance = run.importance if label == run.labels[0] else {}
+        self.importance = run.importances.get(label, {})
 
     @cached_property
     def rows(self) -> dict[str, SplitRows]:

@@ -171,12 +171,23 @@ class Run:
         return self.tables.get(self._tables_of_features.get(feature, feature), {})
 
     @cached_property
-    def importance(self) -> dict[str, tuple[float, float]]:
-        """Return feature -> (increase of NE if the feature's values are shuffled, standard error),
-        from evaluate importance_rows=...
+    def importances(self) -> dict[str, dict[str, tuple[float, float]]]:
+        """Return label -> feature -> (increase of NE if the feature's values are shuffled, standard
+        error), from evaluate importance_rows=...; empty if it was not measured.
         """
-        found = self._json(IMPORTANCE).get("features", {})
-        return {name: (each["ne_increase"], each["error"]) for name, each in found.items()}
+        found = self._json(IMPORTANCE)
+        if "features" not in found:
+            return {}
+        of_labels = {found.get("label", self.labels[0]): found, **found.get("others", {})}
+        return {
+            label: {name: (each["ne_increase"], each["error"]) for name, each in values["features"].items()}
+            for label, values in of_labels.items()
+        }
+
+    @property
+    def importance(self) -> dict[str, tuple[float, float]]:
+        """Return `importances` of the first label that was measured."""
+        return next(iter(self.importances.values()), {})
 
     @property
     def importance_of(self) -> tuple[str, int, int]:

@@ -24,7 +24,7 @@ from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.logs import progress
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.distributed import DistributedContext, true_on_any_rank
-from pipeline.training.evaluation import clicks_of, main_prefix
+from pipeline.training.evaluation import clicks_of
 from pipeline.training.readers import FailSafe, agreed_failure
 
 SEED = 0
@@ -35,7 +35,9 @@ def permutation_importance(
 ) -> dict[str, Any]:
     """Collective: measure on the split's first batches, `num_rows` rows over all ranks. A feature's
     values are shuffled within each rank's batch, with one forward pass per feature and batch.
-    Return rows, ne, and for each feature the increase of NE with its standard error over rows.
+    Return rows, ne, and for each feature the increase of NE with its standard error over rows. With
+    several labels these are of the first binary label, `label` is its name, and `others` has them
+    for each further binary label whose NE is defined.
 
     Raises:
         TrainingError: the model has no logits, as for retrieval; or there are fewer than two rows; or labels are equal.
@@ -43,7 +45,7 @@ def permutation_importance(
     num_batches = min(reader.steps_per_epoch, -(-num_rows // reader.batch_size // context.world_size) or 1)
     task, was_training = task_in(model), model.training
     names: list[str] = []
-    sums = torch.zeros(0)
+    sums: dict[str, torch.Tensor] = {}  # by the prefix of the label's metrics
     model.eval()
     fail_safe = FailSafe(reader)
     batches = reader.batches(epoch=0)
@@ -53,8 +55,8 @@ def permutation_importance(
                 for index, batch in zip(range(num_batches), fail_safe.batches(batches), strict=False):
                     batch = batch.to(context.device)
                     names = [*dense_names, *batch.sparse_features.keys()]
-                    sums = sums if len(sums) else torch.zeros((len(names) + 1, 4), dtype=torch.float64)
-                    sums += _of_batch(model, task, batch, dense_names, [SEED, index, context.rank])
+                    of_batch = _of_batch(model, task, batch, dense_names, [SEED, index, context.rank])
+                    sums = {prefix: sums.get(prefix, 0.0) + part for prefix, part in of_batch.items()}
                     bar.advance(1)
                     if true_on_any_rank(preemption.wanted() or fail_safe.error is not None, context):
                         raise agreed_failure(fail_safe.error, context) or preemption.Preempted()
@@ -63,19 +65,34 @@ def permutation_importance(
     finally:
         batches.close()
         model.train(was_training)
-    sums = sums.to(context.device)
-    if context.world_size > 1:
-        dist.all_reduce(sums)
-    return _summarized(names, sums.cpu().numpy())
+    found = {}
+    for prefix, part in sums.items():
+        total = part.to(context.device)
+        if context.world_size > 1:
+            dist.all_reduce(total)
+        found[prefix.removesuffix("/")] = _summarized(names, total.cpu().numpy())
+    (label, (first, problem)), *others = found.items()
+    if first is None:
+        raise TrainingError(problem)
+    if not label:
+        return first
+    return {**first, "label": label, "others": {name: values for name, (values, _) in others if values}}
 
 
-def _of_batch(model: nn.Module, task: Any, batch: Batch, dense_names: list[str], seed: list[int]) -> torch.Tensor:
-    """Return [1 + features, 4]. The first row has sums over rows: rows, weighted rows, positives
-    and losses. The row of a feature has weighted added losses, and the products of squared
-    weights with 1, added losses and their squares.
+def _of_batch(
+    model: nn.Module, task: Any, batch: Batch, dense_names: list[str], seed: list[int]
+) -> dict[str, torch.Tensor]:
+    """Return [1 + features, 4] for each binary label. The first row has sums over rows: rows,
+    weighted rows, positives and losses. The row of a feature has weighted added losses, and the
+    products of squared weights with 1, added losses and their squares.
     """
-    weights, labels, before = _losses(model, task, batch)
-    sums = [[float((weights > 0).sum()), *(float((weights * part).sum()) for part in (weights > 0, labels, before))]]
+    before = _losses(model, task, batch)
+    sums = {
+        prefix: [
+            [float((weights > 0).sum()), *(float((weights * part).sum()) for part in (weights > 0, labels, losses))]
+        ]
+        for prefix, (weights, labels, losses) in before.items()
+    }
     order = np.arange(batch.batch_size)
     real = np.flatnonzero(batch.is_present.cpu().numpy())
     order[real] = np.random.default_rng(seed).permutation(real)
@@ -83,34 +100,35 @@ def _of_batch(model: nn.Module, task: Any, batch: Batch, dense_names: list[str],
     for index in range(len(dense_names)):
         dense = batch.dense_features.clone()
         dense[:, index] = dense[shuffle, index]
-        sums.append(_added(model, task, replace(batch, dense_features=dense), before))
+        _add(sums, before, _losses(model, task, replace(batch, dense_features=dense)))
     for key in batch.sparse_features.keys():  # noqa: SIM118 - no mapping
-        sums.append(_added(model, task, with_shuffled(batch, key, shuffle), before))
-    return torch.tensor(sums, dtype=torch.float64)
+        _add(sums, before, _losses(model, task, with_shuffled(batch, key, shuffle)))
+    return {prefix: torch.tensor(rows, dtype=torch.float64) for prefix, rows in sums.items()}
 
 
-def _added(model: nn.Module, task: Any, batch: Batch, before: torch.Tensor) -> list[float]:
+Losses = dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def _add(sums: dict[str, list[list[float]]], before: Losses, after: Losses) -> None:
+    """Add the row of a feature to the sums of each label, from the losses before and after it was shuffled."""
+    for prefix, (weights, _, losses) in after.items():
+        added, squares = losses - before[prefix][2], weights.square()
+        parts = (weights > 0, added, added.square())
+        sums[prefix].append([float((weights * added).sum()), *(float((squares * part).sum()) for part in parts)])
+
+
+def _losses(model: nn.Module, task: Any, batch: Batch) -> Losses:
+    """Return for each binary label three tensors [batch]: weights, labels, and log losses in nats."""
     watchdog.beat(phase="evaluating")
-    weights, _, after = _losses(model, task, batch)
-    added, squares = after - before, weights.square()
-    return [
-        float((weights * added).sum()),
-        *(float((squares * part).sum()) for part in (weights > 0, added, added.square())),
-    ]
-
-
-def _losses(model: nn.Module, task: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return three tensors [batch]: weights, labels, and log losses in nats."""
     _, prediction = model(batch)
-    main = clicks_of(task, prediction).get(main_prefix(task))
-    if main is None:
+    found = {}
+    for prefix, each in clicks_of(task, prediction).items():
+        labels = each.labels.double()
+        losses = binary_cross_entropy_with_logits(each.logits.double(), labels, reduction="none")
+        found[prefix] = each.sample_weights.double(), labels, losses
+    if not found:
         raise TrainingError("importance_rows: this model gives no probability of a click, which the importance needs")
-    labels = main.labels.double()
-    return (
-        main.sample_weights.double(),
-        labels,
-        binary_cross_entropy_with_logits(main.logits.double(), labels, reduction="none"),
-    )
+    return found
 
 
 def with_shuffled(batch: Batch, key: str, order: torch.Tensor) -> Batch:
@@ -144,12 +162,14 @@ def with_shuffled(batch: Batch, key: str, order: torch.Tensor) -> Batch:
     return replace(batch, sparse_features=shuffled)
 
 
-def _summarized(names: list[str], sums: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, Any]:
-    """Return the result from the sums. Raises TrainingError if NE is undefined."""
+def _summarized(
+    names: list[str], sums: np.ndarray[Any, np.dtype[np.float64]]
+) -> tuple[dict[str, Any] | None, str]:  # fmt: skip
+    """Return the result from the sums, and "". If NE is undefined, return None, and the reason."""
     rows, weight, positives, loss = sums[0]
     rate = positives / weight if weight else 0.0
     if rows < 2 or not 0.0 < rate < 1.0:
-        raise TrainingError(f"importance_rows: {rows:.0f} rows with label rate {rate:.3g}: use more rows")
+        return None, f"importance_rows: {rows:.0f} rows with label rate {rate:.3g}: use more rows"
     entropy = binary_entropy(rate)
     features = {}
     for name, (total, squares, of_added, of_squares) in zip(names, sums[1:], strict=True):
@@ -157,4 +177,4 @@ def _summarized(names: list[str], sums: np.ndarray[Any, np.dtype[np.float64]]) -
         # sum of w^2 (added - mean)^2, the variance of a weighted sum of independent rows
         spread = max(of_squares - 2 * mean * of_added + mean**2 * squares, 0.0) * rows / (rows - 1)
         features[name] = {"ne_increase": float(mean / entropy), "error": float(np.sqrt(spread) / weight / entropy)}
-    return {"rows": int(rows), "ne": float(loss / weight / entropy), "features": features}
+    return {"rows": int(rows), "ne": float(loss / weight / entropy), "features": features}, ""

@@ -18,7 +18,7 @@ from pipeline.extras.runs.report_features import (
     FEATURE_HEADINGS,
     MIN_SLICE_ROWS,
     feature_rows,
-    importance_chart,
+    importance_charts,
     slice_rows,
 )
 from pipeline.planner.explain import explain
@@ -99,7 +99,7 @@ def render_report(run: Run) -> str:
         machine=_machine(run),
         features=feature_rows(dataset, stats, run) if dataset is not None and has_features else [],
         FEATURE_HEADINGS=FEATURE_HEADINGS,
-        importance=importance_chart(run),
+        importance=importance_charts(run),
         slices=[
             [*([label] if several else []), *row]
             for label, each in of_labels.items() for row in slice_rows(dataset, each, run)

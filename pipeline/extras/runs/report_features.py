@@ -25,10 +25,16 @@ FEATURE_HEADINGS = (
 )  # fmt: skip
 
 
-def importance_chart(run: Run) -> str:
-    ranked = sorted(run.importance.items(), key=lambda item: -item[1][0])[:MAX_BARS]
-    bars = [Bar(name, rise, 2 * error) for name, (rise, error) in ranked]
-    return bar_chart("importance of each feature", bars)
+def importance_charts(run: Run) -> list[tuple[str, str]]:
+    """Return a caption and a chart for each label whose importance was measured."""
+    several, charts = len(run.labels) > 1, []
+    for label, features in run.importances.items():
+        ranked = sorted(features.items(), key=lambda item: -item[1][0])[:MAX_BARS]
+        bars = [Bar(name, rise, 2 * error) for name, (rise, error) in ranked]
+        whose = f" of {label}" if several else ""
+        chart = bar_chart("importance of each feature" + (f" for {label}" if several else ""), bars)
+        charts.append((f"Importance: by how much NE{whose} rises without it", chart))
+    return charts
 
 
 def feature_rows(dataset: Dataset, stats: EvaluationStats | None, run: Run) -> list[list[str]]:
