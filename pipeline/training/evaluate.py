@@ -6,8 +6,8 @@ resolve -> read -> build -> plan -> shard -> restore -> measure -> summarize, on
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from pipeline.data.raw.layout import feature_names
 from pipeline.data.read.reader import ShardReader
 from pipeline.data.targets import main_label
 from pipeline.devices.process_group import init_for
+from pipeline.planner.resolved_job import ResolvedJob
 from pipeline.runtime.errors import TrainingError
 from pipeline.runtime.logs import quiet_libraries
 from pipeline.runtime.process import watchdog
@@ -33,7 +34,7 @@ from pipeline.runtime.shell_words import word
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.signature import requiring
 from pipeline.sharding.compat import allow_untested_versions
-from pipeline.training.evaluation import StatsCollector, evaluate_model, open_stats
+from pipeline.training.evaluation import Collector, evaluate_model, open_stats
 from pipeline.training.preflight import checkpoint_folder
 from pipeline.training.readers import on_all_ranks, open_reader
 from pipeline.training.run_state import chosen_step, load_trained_job
@@ -69,9 +70,10 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
 
     at, named = trained.trainer.group_metrics_at, trained.trainer.metrics
     title, name = f"evaluate {job.split}", file_name(job, step, fingerprint if is_other_data else "")
-    with _collector(job, name, sharded.model, reader, context, resolved.dataset) as collector:
-        metrics = evaluate_model(sharded.model, reader, context, job.max_batches, title, at, collector, named)
-        stats = collector.compute(job.split, step, metrics) if collector else None
+    with _collectors(job, name, sharded.model, reader, context, resolved) as collectors:
+        metrics = evaluate_model(sharded.model, reader, context, job.max_batches, title, at, collectors, named)
+        computed = [each.compute(job.split, step, metrics) for each in collectors]
+    collected = [each for each in computed if each is not None]
     summary = EvaluateSummary(
         job.run,
         job.split,
@@ -84,9 +86,10 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         tables=tables,
         importance=_importance(job, sharded.model, reader, context, resolved.dataset, step),
         best_by=trained.best_metric if is_best else "",
+        details=[line for each in collected for line in each.lines()],
     )
     if context.is_main:
-        write_evaluation(summary, stats)
+        write_evaluation(summary, collected)
     return summary
 
 
@@ -115,18 +118,30 @@ def _throughput(run: str) -> dict[str, float]:
     return found
 
 
-def _collector(
-    job: EvaluateJob, name: str, model: Module, reader: ShardReader, context: DistributedContext, dataset: Dataset
-) -> AbstractContextManager[StatsCollector | None]:
-    """Return a context of what is collected in addition to metrics: statistics, and rows if the job
-    asks for them. `name` is the evaluation's. Collective."""
-    stats = open_stats(reader, context)
+@contextmanager
+def _collectors(
+    job: EvaluateJob,
+    name: str,
+    model: Module,
+    reader: ShardReader,
+    context: DistributedContext,
+    resolved: ResolvedJob,
+) -> Iterator[list[Collector]]:
+    """Yield what collects statistics, and slices and rows if the job asks for them. `name` is the
+    evaluation's. Collective."""
+    stats, dataset = open_stats(reader, context), resolved.dataset
+    found = [stats] if stats else []
+    if job.slices:
+        slice_rows: Callable[..., Collector] = from_extra("slice_rows", "slices")
+        found.append(slice_rows(job.slices, resolved.job, dataset, reader, context))
     if job.predictions is None:
-        return nullcontext(stats)
-    row_file: Callable[..., AbstractContextManager[StatsCollector]] = from_extra("row_file", "predictions")
+        yield found
+        return
+    row_file: Callable[..., AbstractContextManager[Collector]] = from_extra("row_file", "predictions")
     about = {"run": job.run, "evaluation": name.removesuffix(".json")}
     has_weights = bool(dataset.weight_column or (job.split == "train" and dataset.negative_sampling))
-    return row_file(job.predictions, about, model, reader, context, has_weights, stats)
+    with row_file(job.predictions, about, model, reader, context, has_weights) as rows:
+        yield [*found, rows]
 
 
 def _importance(

@@ -25,20 +25,30 @@ AGREE_EVERY_BATCHES = 8  # batches between two all-reduces of the flag "stop"
 logger = get_logger(__name__)
 
 
-class StatsCollector(Protocol):
-    """Collects what an evaluation sees in addition to its metrics. The extra `runs` has one."""
+class Collected(Protocol):
+    """What a collector has found."""
+
+    def write(self, evaluation: str) -> None:
+        """Write it to a file next to `evaluation`, the JSON file of the metrics."""
+
+    def lines(self) -> list[str]:
+        """Return lines for the terminal."""
+
+
+class Collector(Protocol):
+    """Collects what an evaluation sees in addition to its metrics. The extra `runs` has three."""
 
     def update(self, clicks: dict[str, Any], batch: Batch, prediction: Any) -> None:
         """Add a batch, on all ranks. `clicks` is clicks_of(prediction). The batches come in the
         reader's order."""
 
-    def compute(self, split: str, step: int, metrics: dict[str, float]) -> object | None:
+    def compute(self, split: str, step: int, metrics: dict[str, float]) -> Collected | None:
         """Collective: return what was collected on rank 0, None on other ranks."""
 
 
-def open_stats(reader: ShardReader, context: DistributedContext) -> StatsCollector | None:
+def open_stats(reader: ShardReader, context: DistributedContext) -> Collector | None:
     """Return a collector for one evaluation, or None if no extra has one."""
-    make: Callable[[ShardReader, DistributedContext], StatsCollector] | None = if_installed("stats_collector")
+    make: Callable[[ShardReader, DistributedContext], Collector] | None = if_installed("stats_collector")
     return make(reader, context) if make else None
 
 
@@ -49,7 +59,7 @@ def evaluate_model(
     max_batches: int | None = None,
     description: str = "evaluate",
     group_metrics_at: Sequence[int] = (),
-    stats: StatsCollector | None = None,
+    collectors: Sequence[Collector] = (),
     named_metrics: Sequence[str] = (),
 ) -> dict[str, float]:
     """Measure a model on the reader's split over all ranks. Collective.
@@ -60,7 +70,7 @@ def evaluate_model(
     and MRR against the catalogue of the split (models.tasks.retrieval_metrics). `named_metrics` are
     registered metrics, added for each binary label (models.metrics).
 
-    `stats` receives each batch. The model's training mode is restored.
+    `collectors` receive each batch. The model's training mode is restored.
 
     Raises:
         Preempted: on every rank, a few batches after any rank got SIGTERM. The measurements are dropped.
@@ -69,7 +79,7 @@ def evaluate_model(
     """
     num_batches = min(reader.steps_per_epoch, max_batches or reader.steps_per_epoch)
     task = task_in(model)
-    measures = _Measures(task, reader, context, group_metrics_at, named_metrics, stats)
+    measures = _Measures(task, reader, context, group_metrics_at, named_metrics, collectors)
     # counts sound rows if a mask or weight excludes some of them
     num_present = torch.zeros(1, dtype=torch.int64)
     was_training = model.training
@@ -108,8 +118,7 @@ def clicks_of(task: Task, prediction: Any) -> dict[str, Any]:
 
 
 class _Measures:
-    """The task's own metrics, and the additional metrics of each binary label: named, grouped, and
-    statistics."""
+    """The task's own metrics, the named and grouped metrics of each binary label, and collectors."""
 
     def __init__(
         self,
@@ -118,9 +127,9 @@ class _Measures:
         context: DistributedContext,
         group_metrics_at: Sequence[int],
         named_metrics: Sequence[str],
-        stats: StatsCollector | None,
+        collectors: Sequence[Collector],
     ) -> None:
-        self._task, self._stats = task, stats
+        self._task, self._collectors = task, collectors
         self._own = task.evaluation_measure(context, reader.batch_size)
         self._named = NamedMetrics(context, named_metrics)
         self._groups = _Groups(context, list(group_metrics_at)) if getattr(reader, "has_groups", False) else None
@@ -132,8 +141,8 @@ class _Measures:
         self._named.update(clicks)
         if self._groups:
             self._groups.update(clicks, batch.groups)
-        if self._stats:
-            self._stats.update(clicks, batch, prediction)
+        for collector in self._collectors:
+            collector.update(clicks, batch, prediction)
 
     def compute(self) -> dict[str, float]:
         """Return all metrics. Collective."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.train import TrainJob
-from pipeline.config.registry import from_extra, if_installed
+from pipeline.config.registry import if_installed
 from pipeline.data.targets import main_label
 from pipeline.runtime.logs import to_json
 from pipeline.runtime.shell_words import word
@@ -18,6 +18,7 @@ from pipeline.training.run_state import best_step
 if TYPE_CHECKING:
     from pipeline.checkpoint.checkpointer import Checkpointer
     from pipeline.data.dataset import Dataset
+    from pipeline.training.evaluation import Collected
     from pipeline.training.trainer import FitResult
 
 
@@ -185,6 +186,8 @@ class EvaluateSummary:
     importance: dict[str, Any] = field(default_factory=dict)
     # the metric that chose this step as the best of the run; empty if the step was not chosen so
     best_by: str = ""
+    # lines about what was collected in addition to metrics
+    details: list[str] = field(default_factory=list)
 
 
 def file_name(job: EvaluateJob, step: int, other_data: str) -> str:
@@ -195,10 +198,10 @@ def file_name(job: EvaluateJob, step: int, other_data: str) -> str:
     return f"evaluation.{job.split}.step_{step}{part}{data}{tables}.json"
 
 
-def write_evaluation(summary: EvaluateSummary, stats: object | None) -> None:
-    """Write the metrics as JSON, and the statistics of the evaluation to a file next to it."""
-    if stats is not None:
-        from_extra("write_stats", "evaluation")(summary.path, stats)
+def write_evaluation(summary: EvaluateSummary, collected: Sequence[Collected]) -> None:
+    """Write the metrics as JSON, and what was collected to files next to it."""
+    for each in collected:
+        each.write(summary.path)
     tables = {"tables": summary.tables} if summary.tables else {}
     why = {"undefined": reason} if (reason := undefined(summary.metrics)) else {}
     written = {"split": summary.split, "step": summary.step, **tables, **summary.metrics, **why}
@@ -228,6 +231,7 @@ def describe_evaluation(summary: EvaluateSummary) -> str:
     if summary.tables:
         lines.append(f"tables      {summary.tables}")
     lines.append(f"quality     {describe_quality(summary.metrics, summary.bayes_auc)}")
+    lines += summary.details
     lines += describe_run(summary.run, summary.checkpoint, summary.throughput)
     lines += [f"report      {summary.report}"] if summary.report else []
     lines.append(f"written to  {summary.path}")

@@ -30,6 +30,7 @@ from pipeline.extras.checkpoints.config import CheckpointsJob
 from pipeline.extras.runs.evaluation_stats import read_stats
 from pipeline.extras.runs.folder import open_run
 from pipeline.extras.runs.listing import as_text
+from pipeline.extras.runs.report import render_report
 from pipeline.retraining.gate import Scores, judge
 from pipeline.retraining.scoring import score
 from pipeline.serving.artifact.export import ExportSummary
@@ -102,7 +103,11 @@ def _job(folder: Path, run: Path, *more: str) -> list[str]:
 
 
 def _evaluate(rank: int, run: str) -> dict[str, float]:
-    return evaluate(load_config(EvaluateJob, [f"run={run}", "split=validation"])).metrics
+    words = [f"run={run}", "split=validation", "importance_rows=256", "slices=[user]"]
+    summary = evaluate(load_config(EvaluateJob, words))
+    print(text := train_summary.describe_evaluation(summary))
+    assert all(f"NE of {label} rises by" in text and f"slices {label}: by user" in text for label in ("click", "order"))
+    return summary.metrics
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +137,19 @@ def test_each_label_is_measured_by_its_name_and_learns(ranks: RankPool, trained:
     assert [each.blocks.rows.sum() for each in (stats, *stats.others)] == [400, metrics["order/num_samples"]]
     measured = ranks.run(1, _evaluate, trained.run_dir)[0]
     assert measured == pytest.approx(metrics, abs=2e-4)
+
+    importance = json.loads(Path(trained.run_dir, "importance.json").read_text())
+    order = importance["others"]["order"]
+    assert importance["label"] == "click" and importance["others"].keys() == {"order"}
+    assert importance["rows"] == 256 > order["rows"] > 50 and order["ne"] != importance["ne"]
+    run = open_run(trained.run_dir)
+    assert run.importances["order"]["item"] == (
+        order["features"]["item"]["ne_increase"],
+        order["features"]["item"]["error"],
+    )
+    page = render_report(run)
+    assert all(f"NE of {label} rises without it" in page for label in ("click", "order"))
+    assert "<h3>Click: by user</h3>" in page and "<h3>Order: by user</h3>" in page
 
 
 @pytest.mark.campaign

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
@@ -20,7 +21,10 @@ from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.data.dataset import GROUP_COLUMN, check_group, load_dataset
 from pipeline.data.prepare.run import prepare
+from pipeline.data.quality import binary_entropy
 from pipeline.extras.runs import row_file
+from pipeline.extras.runs.report_features import value_names
+from pipeline.extras.runs.slices import MAX_VALUES, read_slices
 from pipeline.runtime.errors import ConfigError, DataError, UserError
 from pipeline.training import summary as train_summary
 from pipeline.training.summary import EvaluateSummary, TrainSummary
@@ -109,7 +113,11 @@ def test_evaluate_gives_equal_group_metrics_and_rows_on_one_and_two_ranks(
 ) -> None:
     words = [f"run={trained.run_dir}", "split=test"]
     one, two = (
-        ranks.run(size, evaluate_in_small_row_groups, [*words, f"predictions={tmp_path}/{size}.parquet"])[0]
+        ranks.run(
+            size,
+            evaluate_in_small_row_groups,
+            [*words, f"predictions={tmp_path}/{size}.parquet", "slices=[kind,kind*item]"],
+        )[0]
         for size in (1, 2)
     )
     assert one.metrics == pytest.approx(two.metrics, abs=1e-6)
@@ -131,6 +139,31 @@ def test_evaluate_gives_equal_group_metrics_and_rows_on_one_and_two_ranks(
     assert ((above > 0) + (above == 0) / 2).mean() == pytest.approx(one.metrics["auc"], abs=1e-6)
     logloss = -(labels * np.log(scores) + (1 - labels) * np.log1p(-scores)).mean()
     assert logloss == pytest.approx(one.metrics["logloss"], abs=1e-6)
+
+    found = read_slices(f"{trained.run_dir}/evaluation.test.step_{one.step}.slices.json")
+    assert found is not None and one.details and one.details == two.details
+    every, *by = found.slices
+    assert (every.value, every.rows, every.auc[0]) == ("all rows", len(rows), pytest.approx(one.metrics["auc"]))
+    items, kinds = (shards[name].to_numpy()[at] for name in ("item", "kind"))
+    for name, groups in (("kind", kinds), ("kind*item", list(zip(kinds, items, strict=True)))):
+        sizes = sorted(Counter(map(str, groups)).values(), reverse=True)
+        sliced = [each for each in by if each.by == name]
+        assert sliced[-1].value.endswith("other values") == (len(sizes) > MAX_VALUES)
+        assert [each.rows for each in sliced[:MAX_VALUES]] == sizes[:MAX_VALUES]
+        assert sum(each.rows for each in sliced) == len(rows) and sum(each.share for each in sliced) == pytest.approx(1)
+    first = next(each for each in by if each.by == "kind" and each.ne[0] is not None)
+    names_of = value_names(f"{folder}/ds", dataset, "kind", range(40))
+    (id,) = (id for id, value in names_of.items() if value == first.value)
+    mine, its = labels[kinds == id], scores[kinds == id]
+    losses = -(mine * np.log(its) + (1 - mine) * np.log1p(-its))
+    assert first.ne[0] == pytest.approx(losses.mean() / binary_entropy(mine.mean()), abs=1e-5)
+    assert first.calibration[0] == pytest.approx(its.sum() / mine.sum(), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["itm", "user", "item*itm"])
+def test_a_slice_by_an_unknown_feature_is_refused(ranks: RankPool, trained: TrainSummary, name: str) -> None:
+    (error,) = ranks.run(1, error_of_evaluation, [f"run={trained.run_dir}", f"slices=[{name}]"], False)
+    assert mentions(error, f"ConfigError slices {name.rpartition('*')[2]} item kind")
 
 
 def test_a_file_of_rows_appears_complete_and_replaces_only_its_own(

@@ -69,7 +69,7 @@ def test_of_several_labels_each_that_is_of_one_kind_is_named_with_its_rows(tmp_p
     assert mentions(reason, "order: all 180 labels are 0 view: all 1,000 labels are 1") and "click" not in reason
     assert undefined({name: value for name, value in metrics.items() if name.startswith("click")}) == ""
     told = EvaluateSummary(str(tmp_path), "test", 3, "", metrics, None, path=str(tmp_path / "evaluation.json"))
-    train_summary.write_evaluation(told, None)
+    train_summary.write_evaluation(told, [])
     assert json.loads((tmp_path / "evaluation.json").read_text())["undefined"] == reason
 
 

@@ -61,12 +61,16 @@ class EvaluateJob(Job):
     # rows on which each feature's importance is measured by permutation; 0: none
     importance_rows: int = 0
     predictions: str | None = None  # a .parquet file that gets a row for each row that is measured
+    # features, or crosses of features (a*b), by whose values the metrics are also measured
+    slices: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.predictions is not None and not self.predictions.endswith(".parquet"):
             raise ConfigError(f"predictions={self.predictions} must end in .parquet")
         for name in self.metrics:
             find("metric", name, "metrics")
+        if twice := [name for name in self.slices if self.slices.count(name) > 1]:
+            raise ConfigError(f"slices={self.slices} names {twice[0]} twice: name each once")
         check_at_least("importance_rows", self.importance_rows, 0)
         check_keys("require_signature", self.require_signature)
         check_choice("split", self.split, SPLITS)

@@ -6,7 +6,7 @@ FUNCTIONS = {
     "keep_stats": "pipeline.extras.runs.evaluation_stats:keep_stats",
     "permutation_importance": "pipeline.extras.runs.permutation:permutation_importance",
     "row_file": "pipeline.extras.runs.row_file:row_file",
+    "slice_rows": "pipeline.extras.runs.slices:SliceRows",
     "stats_collector": "pipeline.extras.runs.stats_collector:StatsCollector",
     "try_report": "pipeline.extras.runs.report:try_report",
-    "write_stats": "pipeline.extras.runs.evaluation_stats:write_stats_of",
 }

@@ -121,6 +121,14 @@ class EvaluationStats:
         """Return the statistics of a label; None if there are none, as for a regression."""
         return next((each for each in (self, *self.others) if each.label in ("", label)), None)
 
+    def write(self, evaluation: str) -> None:
+        """Write the statistics to a file next to `evaluation`, the JSON file of the metrics."""
+        write_stats(stats_path(evaluation), self)
+
+    def lines(self) -> list[str]:
+        """Return nothing: the page shows the statistics."""
+        return []
+
 
 def summarize_rows(
     blocks: NDArray[np.integer],
@@ -241,11 +249,6 @@ def list_stats(run: str) -> dict[tuple[str, int], str]:
         if match := NAME.fullmatch(name):
             found[match[1], int(match[2])] = storage.join(run, name)
     return dict(sorted(found.items()))
-
-
-def write_stats_of(evaluation: str, stats: EvaluationStats) -> None:
-    """Write the statistics next to the file `evaluation` that holds the metrics."""
-    write_stats(stats_path(evaluation), stats)
 
 
 def keep_stats(run: str, stats: EvaluationStats, metric: str) -> None:

@@ -21,6 +21,8 @@ from pipeline.extras.runs.report_features import (
     importance_charts,
     slice_rows,
 )
+from pipeline.extras.runs.slices import SUFFIX as SLICES
+from pipeline.extras.runs.slices import read_slices
 from pipeline.planner.explain import explain
 from pipeline.planner.plan_record import PlanDescription, read_view
 from pipeline.runtime.errors import PlanError, UserError
@@ -105,6 +107,7 @@ def render_report(run: Run) -> str:
             for label, each in of_labels.items() for row in slice_rows(dataset, each, run)
         ],
         MIN_SLICE_ROWS=MIN_SLICE_ROWS,
+        chosen_slices=read_slices(storage.join(run.path, f"evaluation.{split}.step_{step}{SLICES}")),
         evaluations=[(label, *_evaluations(run, label)) for label in run.labels] if run.evaluations else [],
         plan=plan,
         sharding_types=_sharding_types(plan) if plan else "",

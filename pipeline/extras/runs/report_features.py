@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pipeline.data.dataset import Dataset, SparseFeature
 from pipeline.data.vocabulary_files import find_vocabulary
@@ -83,7 +83,11 @@ def _finite(value: float, form: str) -> str:
 
 def slice_rows(dataset: Dataset | None, stats: EvaluationStats | None, run: Run) -> list[list[str]]:
     worst = worst_slices(stats.slices) if stats else []
-    values = {name: head_values(run, dataset, name) for name in {each.feature for each in worst}}
+    folder = str(run.config["data"]["path"])
+    values = {
+        name: value_names(folder, dataset, name, [each.id for each in worst if each.feature == name])
+        for name in {each.feature for each in worst}
+    }
     return [
         [
             each.feature, values[each.feature].get(each.id, "unknown or rare" if each.id == 0 else f"id {each.id}"),
@@ -108,22 +112,19 @@ def deviations(each: Slice) -> float:
     return (each.mean_prediction - each.label_rate) / math.sqrt(rate * (1 - rate) / each.effective_rows)
 
 
-def head_values(run: Run, dataset: Dataset | None, feature: str) -> dict[int, str]:
-    """Return id -> raw value of the most frequent ids; empty if the vocabulary is missing or damaged."""
+def value_names(folder: str, dataset: Dataset | None, feature: str, ids: Iterable[int]) -> dict[int, str]:
+    """Return id -> raw value of these ids; empty if the vocabulary is missing or damaged."""
     import pyarrow.parquet as pq
 
     if dataset is None or feature not in dataset.sparse_feature_names:
         return {}
-    folder, described = str(run.config["data"]["path"]), dataset.sparse_feature(feature)
+    described = dataset.sparse_feature(feature)
     if described.vocabulary is None or not storage.is_file(storage.join(folder, described.vocabulary)):
         return {}
     try:
         path = find_vocabulary(folder, described)
     except DataError as error:
-        logger.warning("%s: the report shows ids in the place of values", error)
+        logger.warning("%s: ids are shown in the place of values", error)
         return {}
-    with pq.ParquetFile(path) as file:
-        batch = next(file.iter_batches(64, columns=["id", "value"]), None)
-    if batch is None:
-        return {}
-    return dict(zip(batch["id"].to_pylist(), map(str, batch["value"].to_pylist()), strict=True))
+    found = pq.read_table(path, columns=["id", "value"], filters=[("id", "in", sorted(set(ids)))])
+    return dict(zip(found["id"].to_pylist(), map(str, found["value"].to_pylist()), strict=True))

@@ -28,7 +28,6 @@ from pipeline.runtime.storage.arrow_files import open_input
 from pipeline.runtime.storage.private import temporary_folder
 from pipeline.serving.artifact.task_quality import ServedTask, scores_of
 from pipeline.serving.scoring.scorer import SCORE, score_columns
-from pipeline.training.evaluation import StatsCollector
 from pipeline.training.readers import on_all_ranks
 
 ROWS_PER_ROW_GROUP = 1 << 17  # ranks hold so many rows together
@@ -44,10 +43,9 @@ def row_file(
     reader: ShardReader,
     context: DistributedContext,
     has_weights: bool,
-    stats: StatsCollector | None,
 ) -> Iterator[RowFile]:
-    """Yield a collector that publishes `path` in compute(), and passes all calls to `stats` too. If
-    compute() is not reached, no file is left. Collective.
+    """Yield a collector that publishes `path` in compute(). If compute() is not reached, no file is
+    left. Collective.
 
     about: which evaluation this is. Raises TrainingError if `path` exists, unless the same
     evaluation has written it.
@@ -63,7 +61,7 @@ def row_file(
             return os.path.join(stack.enter_context(atomic.locked_attempt(parent, ".rows-")), "rows")
 
         staged = on_all_ranks(begin, context)
-        rows = RowFile((staged, path), names, model, reader, context, has_weights, stats)
+        rows = RowFile((staged, path), names, model, reader, context, has_weights)
         stack.callback(rows.close)
         yield rows
 
@@ -96,10 +94,9 @@ class RowFile:
         reader: ShardReader,
         context: DistributedContext,
         has_weights: bool,
-        stats: StatsCollector | None,
     ) -> None:
         """paths: where rank 0 writes the file, and where it is published."""
-        (self._staged, self._path), self._context, self._stats = paths, context, stats
+        (self._staged, self._path), self._context = paths, context
         task = task_in(model)
         targets = task.targets if isinstance(task, LabelsTask) else []
         # one binary label has no name in the columns of predict either
@@ -125,8 +122,6 @@ class RowFile:
         """Add a batch. Collective: now and then rank 0 writes a row group."""
         if not self._tasks and not clicks:
             raise TrainingError("predictions: this model gives no score for a row of the split; leave the key out")
-        if self._stats:
-            self._stats.update(clicks, batch, prediction)
         outputs = prediction.outputs if hasattr(prediction, "outputs") else prediction.logits
         present, num_rows = batch.is_present.cpu(), batch.batch_size
         weights = batch.sample_weights.cpu().reshape(num_rows, -1)
@@ -139,12 +134,11 @@ class RowFile:
         if len(self._batches) == self._batches_at_once:
             self._write()
 
-    def compute(self, split: str, step: int, metrics: dict[str, float]) -> object | None:
-        """Publish the file, and return what `stats` returns. Collective."""
+    def compute(self, split: str, step: int, metrics: dict[str, float]) -> None:
+        """Publish the file. Collective."""
         if self._batches:
             self._write()
         on_all_ranks(self._publish, self._context)
-        return self._stats.compute(split, step, metrics) if self._stats else None
 
     def close(self) -> None:
         if self._writer:

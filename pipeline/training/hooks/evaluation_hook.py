@@ -94,7 +94,7 @@ class Evaluation(Hook):
                     self.job.trainer.evaluate_max_batches,
                     "validation",
                     self.job.trainer.group_metrics_at,
-                    collector,
+                    [collector] if collector else [],
                     self.job.trainer.metrics,
                 )
         # the step is saved without metrics; a resumed run evaluates it
