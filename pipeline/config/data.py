@@ -149,7 +149,7 @@ class BaseVocabularyConfig:
         check_within("vocabularies.count_decay", self.count_decay, 0.0, 1.0)
 
 
-SHUFFLES = ("row_groups", "none")
+SHUFFLES = ("row_groups", "groups", "none")
 BAD_ROW_POLICIES = ("stop", "quarantine")
 VERIFICATIONS = ("size", "checksum")
 
@@ -160,7 +160,8 @@ class ReaderConfig:
     divides it.
 
     shuffle: row_groups permutes row groups and the rows within each, differently in every epoch;
-    none follows the file order in rounds of `num_streams` row groups. decode_threads: 1 decodes on
+    groups keeps the rows of a row group with one value of data.group_column next to each other in
+    training; none follows the file order in rounds of `num_streams` row groups. decode_threads: 1 decodes on
     the prefetch thread; more read one row group ahead for every stream and hide the latency of
     storage. keep_mib: a split whose decoded columns fit this size stays in each rank's memory; 0
     keeps none. on_bad_rows: stop names the first bad row and ends the run on all ranks. quarantine
@@ -336,6 +337,8 @@ class DataConfig:
             )
         if self.split.kind == "user" and self.group_column is None:
             raise ConfigError("data.split.kind=user needs data.group_column=<the column of users>")
+        if self.reader.shuffle == "groups" and self.group_column is None:
+            raise ConfigError("data.reader.shuffle=groups needs data.group_column=<column>")
 
     def read_generator(self) -> GeneratorConfig:
         """Return `generator` as the dataclass of its kind. Raises ConfigError for unknown keys and

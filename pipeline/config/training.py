@@ -28,6 +28,7 @@ TRAIN_PIPELINES = ("auto", "sparse_dist", "base")
 NON_FINITE_POLICIES = ("stop", "skip", "rollback")
 ROW_STATE_POLICIES = ("refuse", "average")
 SAVE_FAILURE_POLICIES = ("stop", "continue")
+RANKINGS = ("pairwise", "listwise", "jrc")
 BACKENDS = ("auto", "gloo", "nccl")
 LOG_FORMATS = ("text", "full", "json")
 
@@ -297,14 +298,23 @@ class LossConfig:
     the target t = (1 - label_smoothing) * y + label_smoothing / 2, and p(y) the probability that
     the model gives to y. c(1) = pos_weight and c(0) = 1; with focal_alpha they are focal_alpha and
     1 - focal_alpha (focal loss: arXiv 1708.02002).
+
+    ranking: a loss within groups, which counts ranking_weight, and the loss above 1 - ranking_weight
+    (extras/models/tasks/ranking.py).
     """
 
     label_smoothing: float = 0.0
     pos_weight: float = 1.0
     focal_gamma: float = 0.0
     focal_alpha: float | None = None
+    ranking: str | None = None
+    ranking_weight: float = 0.5
 
     def __post_init__(self) -> None:
+        if self.ranking is not None:
+            check_choice("trainer.loss.ranking", self.ranking, RANKINGS)
+        check_above("trainer.loss.ranking_weight", self.ranking_weight, 0.0)
+        check_within("trainer.loss.ranking_weight", self.ranking_weight, 0.0, 1.0)
         check_below_one("trainer.loss.label_smoothing", self.label_smoothing)
         check_above("trainer.loss.pos_weight", self.pos_weight, 0.0)
         check_at_least("trainer.loss.focal_gamma", self.focal_gamma, 0.0)
@@ -324,7 +334,9 @@ class LossConfig:
         changed = (
             (each.name, getattr(self, each.name)) for each in fields(self) if getattr(self, each.name) != each.default
         )
-        return ", ".join(f"trainer.loss.{name}={value:g}" for name, value in changed)
+        return ", ".join(
+            f"trainer.loss.{name}={value if isinstance(value, str) else f'{value:g}'}" for name, value in changed
+        )
 
 
 @dataclass

@@ -57,7 +57,7 @@ def open_reader(
         seed=trainer.seed if training and not every_row else 0,
         multi_hot=job.data.synthetic_multi_hot,
         drop_last=training and not every_row,
-        with_groups=not training or every_row,
+        with_groups=not training or every_row or trainer.loss.ranking is not None,
         pin=pinned if devices.current().copies_batches else None,
         split_ids=IdSplitter(resolved.all_tables, skip_empty_bags=context.world_size > 1),
         targets=resolved.targets,

@@ -162,6 +162,7 @@ class TrainJob(Job):
             profiled_steps(self.profile)
         check_at_least("world_size", self.world_size, 1)
         self._check_metrics()
+        self._check_loss()
         if self.checkpoint.differential and self.parallel.has_replicas:
             raise ConfigError(
                 f"checkpoint.differential=true saves only changed rows, but parallel.embedding_sync={self.parallel.embedding_sync} "
@@ -218,6 +219,18 @@ class TrainJob(Job):
             return ()
         at = self.trainer.group_metrics_at
         return ("gauc", *(f"ndcg_at_{k}" for k in at), *(f"hit_rate_at_{k}" for k in at))
+
+    def _check_loss(self) -> None:
+        ranking = self.trainer.loss.ranking
+        if ranking is None:
+            return
+        if self.data.group_column is None:
+            raise ConfigError(f"trainer.loss.ranking={ranking} ranks within groups: set data.group_column=<column>")
+        if self.data.reader.shuffle == "row_groups":
+            raise ConfigError(
+                f"trainer.loss.ranking={ranking} needs the rows of a group in one batch, and data.reader.shuffle=row_groups "
+                "spreads them: set data.reader.shuffle=groups"
+            )
 
     def _check_metrics(self) -> None:
         if len(set(self.trainer.metrics)) < len(self.trainer.metrics):

@@ -64,8 +64,9 @@ class BatchAssembler:
         num_streams: int,
         rows_per_stream: int,
         targets: TargetColumns,
+        with_groups: bool = False,
     ) -> None:
-        self._targets = targets
+        self._targets, self._with_groups = targets, with_groups
         self._labels_shape = label_shape(dataset)
         self.num_streams = num_streams
         self.rows_per_stream = rows_per_stream
@@ -104,7 +105,8 @@ class BatchAssembler:
             present[offset:end] = True if block.present is None else block.present[start:stop]
             one_hot[:, offset:end] = block.one_hot[:, start:stop]
         lists = [_lay_out_lists(pieces, index, num_rows) for index in range(self._num_lists)]
-        return Chunk(Block(dense, one_hot, lists, labels, groups=_lay_out_groups(pieces, num_rows)), present)
+        groups = _lay_out_groups(pieces, num_rows) if self._with_groups else None
+        return Chunk(Block(dense, one_hot, lists, labels, groups=groups), present)
 
     def _batch(self, chunk: Chunk, rows: NDArray[np.int64]) -> Batch:
         present = chunk.present[rows]
@@ -170,10 +172,8 @@ class BatchAssembler:
         return weights
 
 
-def _lay_out_groups(pieces: list[Piece], num_rows: int) -> NDArray[np.int64] | None:
-    """Return the groups of all rows; None if no piece has groups. Padding and unreadable row groups get group 0."""
-    if all(piece.block.groups is None for piece in pieces):
-        return None
+def _lay_out_groups(pieces: list[Piece], num_rows: int) -> NDArray[np.int64]:
+    """Return the groups of all rows. Padding and unreadable row groups get group 0."""
     groups = np.zeros(num_rows, np.int64)
     for block, start, stop, offset in pieces:
         if block.groups is not None:

@@ -27,8 +27,8 @@ class Batch(Pipelineable):
     sample_weights: same shape as labels; 0 for rows that do not count: the padding of an evaluation
         batch, quarantined rows (dense 0, label 0, no ids), and rows that a label's mask excludes
     present: [batch] bool, rows that are neither padding nor quarantined; None: sample weight above 0
-    groups: [batch] int64, in an evaluation of data with data.group_column, 0 for a missing group; no model
-        reads it, and it stays on the host in the batch that the reader returned
+    groups: [batch] int64, of data with data.group_column in an evaluation, and in training if the loss or the
+        order of rows needs it; 0 for a missing group. No model reads it
     """
 
     dense_features: torch.Tensor
@@ -54,7 +54,8 @@ class Batch(Pipelineable):
             self.sparse_features.to(device, non_blocking=non_blocking),
             self.labels.to(device, non_blocking=non_blocking),
             self.sample_weights.to(device, non_blocking=non_blocking),
-            present=None if self.present is None else self.present.to(device, non_blocking=non_blocking),
+            None if self.groups is None else self.groups.to(device, non_blocking=non_blocking),
+            None if self.present is None else self.present.to(device, non_blocking=non_blocking),
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -66,8 +67,9 @@ class Batch(Pipelineable):
             inverse[1].record_stream(stream)
         self.labels.record_stream(stream)
         self.sample_weights.record_stream(stream)
-        if self.present is not None:
-            self.present.record_stream(stream)
+        for each in (self.groups, self.present):
+            if each is not None:
+                each.record_stream(stream)
 
     def pin_memory(self) -> Batch:
         return Batch(
@@ -75,7 +77,7 @@ class Batch(Pipelineable):
             self.sparse_features.pin_memory(),
             self.labels.pin_memory(),
             self.sample_weights.pin_memory(),
-            self.groups,
+            None if self.groups is None else self.groups.pin_memory(),
             None if self.present is None else self.present.pin_memory(),
         )
 

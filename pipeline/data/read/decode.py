@@ -24,11 +24,13 @@ from pipeline.data.dataset import GROUP_COLUMN, Dataset, Split, weights_column
 from pipeline.data.read.check_rows import Columns, Lists, check_columns, label_shape, num_bytes
 from pipeline.data.read.quarantine import Quarantine
 from pipeline.data.read.shard_files import HOW_TO_FIX, ShardError, ShardFiles, check_layout
-from pipeline.data.read.streams import Segment, row_permutation
+from pipeline.data.read.streams import Segment, row_permutation, with_groups_together
 from pipeline.runtime.errors import DataError
+from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
 
 MAX_IDLE_FILES = 32
+logger = get_logger(__name__)
 TO_QUARANTINE = "or leave such rows out with data.reader.on_bad_rows=quarantine (rows count from 0)"
 
 
@@ -59,7 +61,8 @@ class Shards:
     """The files of one split. Several threads may decode at once; each uses a separate file handle.
 
     quarantine: stores the bad rows, which are then not `present` in the Block; None: the first bad
-    row raises DataError. with_groups: also read the groups of rows, which evaluations need.
+    row raises DataError. with_groups: also read the groups of rows. groups_together: keep the rows
+    of a group of a row group together if rows are shuffled.
     keep_bytes: a split whose checked columns fit this size is decoded once. Several streams read
     rows of one row group, and every epoch reads all rows again.
     """
@@ -72,8 +75,9 @@ class Shards:
         quarantine: Quarantine | None = None,
         with_groups: bool = False,
         keep_bytes: int = 0,
+        groups_together: bool = False,
     ) -> None:
-        self.dataset = dataset
+        self.dataset, self._groups_together, self._looked_at_groups = dataset, groups_together, False
         self._keep_bytes, self._kept = keep_bytes, dict[int, Checked]()  # by row group
         self.row_group_sizes = [rows for shard in split.files for rows in shard.row_groups]
         self.files = ShardFiles(folder, split, must_be_whole=quarantine is None)
@@ -97,23 +101,41 @@ class Shards:
         index, _, first = self._places[row_group]
         return self.files[index].path, first + row
 
+    def order(self, row_group: int, seed: int, epoch: int, shuffled: bool) -> NDArray[np.int64]:
+        """Return the rows of a row group in reading order."""
+        groups = self._checked(row_group).columns.groups if shuffled and self._groups_together else None
+        return self._order(row_group, seed, epoch, shuffled, groups)
+
+    def _order(
+        self, row_group: int, seed: int, epoch: int, shuffled: bool, groups: NDArray[np.int64] | None
+    ) -> NDArray[np.int64]:
+        rows = self.row_group_sizes[row_group]
+        if not shuffled:
+            return np.arange(rows)
+        permutation = row_permutation(seed, epoch, row_group, rows)
+        if not self._groups_together or groups is None:
+            return permutation
+        if not self._looked_at_groups:
+            self._looked_at_groups = True
+            _warn_of_scattered_groups(groups)
+        return with_groups_together(permutation, groups)
+
     def decode(self, segment: Segment, seed: int, epoch: int, shuffled: bool) -> Block:
         """Return a segment's Block. Raises DataError, which names file, row, column and value, for
         data that must not be trained on.
         """
         rows = self.row_group_sizes[segment.row_group]
-        chosen = row_permutation(seed, epoch, segment.row_group, rows) if shuffled else np.arange(rows)
-        chosen = chosen[segment.start : segment.stop]
         index, _, first = self._places[segment.row_group]
         try:
-            columns, reasons = self._kept.get(segment.row_group) or self._read_checked(segment.row_group)
+            columns, reasons = self._checked(segment.row_group)
         except ShardError as error:
             self.files.check_unchanged(index)  # if the file changed, report that instead
             if self._quarantine is None:
                 raise
             self._quarantine.add(self.files[index].path, {first: str(error)}, num_rows=rows)
-            return self._nothing(len(chosen))
+            return self._nothing(segment.stop - segment.start)
         self.files.check_unchanged(index)
+        chosen = self._order(segment.row_group, seed, epoch, shuffled, columns.groups)[segment.start : segment.stop]
         if not reasons:
             return take_rows(columns, chosen)
         if self._quarantine is None:
@@ -123,6 +145,9 @@ class Shards:
         present = np.ones(rows, np.bool_)
         present[list(reasons)] = False
         return take_rows(columns, chosen, present[chosen])
+
+    def _checked(self, number: int) -> Checked:
+        return self._kept.get(number) or self._read_checked(number)
 
     def _read_checked(self, number: int) -> Checked:
         index, row_group, _ = self._places[number]
@@ -198,6 +223,19 @@ class Shards:
             raise ShardError(f"{path} is not a readable Parquet file ({error}); {HOW_TO_FIX}") from error
         check_layout(path, self.files[index], file, self.dataset)
         return file
+
+
+def _warn_of_scattered_groups(groups: NDArray[np.int64]) -> None:
+    """Log it if most rows of a row group are the only row of their group in it."""
+    _, counts = np.unique(groups[groups != 0], return_counts=True)
+    alone = int((counts == 1).sum() + (groups == 0).sum())
+    if alone > len(groups) / 2:
+        logger.warning(
+            "data.reader.shuffle=groups: %d of %d rows of a row group share their data.group_column with no other row of it; "
+            "sort the source by that column, or raise data.rows_per_row_group, and prepare it again",
+            alone,
+            len(groups),
+        )
 
 
 def take_rows(columns: Columns, rows: NDArray[np.int64], present: NDArray[np.bool_] | None = None) -> Block:

@@ -30,7 +30,7 @@ from pipeline.data.read.decode import Block, Shards
 from pipeline.data.read.positions import batch_positions
 from pipeline.data.read.prefetch import Prefetcher
 from pipeline.data.read.quarantine import Quarantine
-from pipeline.data.read.streams import EpochOrder, Segment, num_steps, row_permutation
+from pipeline.data.read.streams import EpochOrder, Segment, num_steps
 from pipeline.data.read.target_columns import TargetColumns
 from pipeline.data.targets import Target
 from pipeline.runtime.errors import DataError
@@ -49,7 +49,7 @@ class ShardReader:
     masks; None: the data set's main label. split_ids: a function applied to the ids of every batch
     (embeddings.id_splitter), on the prefetch thread. pin: copies a batch to pinned memory; called
     on the threads that assemble batches. with_groups: batches have the groups of rows, if the data
-    set has groups. quarantine_path: file of the rows that config.on_bad_rows=quarantine leaves out;
+    set has groups. config.shuffle=groups applies if drop_last; otherwise it is row_groups. quarantine_path: file of the rows that config.on_bad_rows=quarantine leaves out;
     None: only logged.
 
     Memory: one row group per stream of the rank (two with several decode threads), up to 2 *
@@ -100,14 +100,15 @@ class ShardReader:
         streams = config.num_streams // world_size
         self._streams = range(rank * streams, (rank + 1) * streams)
         quarantine = Quarantine(quarantine_path) if config.on_bad_rows == "quarantine" else None
-        self.has_groups = with_groups and dataset.group_column is not None
+        together = config.shuffle == "groups" and drop_last
+        self.has_groups = (with_groups or together) and dataset.group_column is not None
         keep_bytes = config.keep_mib << 20
-        self._shards = Shards(folder, dataset, dataset.splits[split], quarantine, self.has_groups, keep_bytes)
+        self._shards = Shards(folder, dataset, dataset.splits[split], quarantine, self.has_groups, keep_bytes, together)
         if config.verify == "checksum":
             self._shards.files.verify_checksums(range(rank, len(dataset.splits[split].files), world_size))
         columns = TargetColumns(dataset, targets, split=split, for_training=drop_last)
         self._assembler = BatchAssembler(
-            dataset, multi_hot or {}, streams, global_batch_size // config.num_streams, columns
+            dataset, multi_hot or {}, streams, global_batch_size // config.num_streams, columns, self.has_groups
         )
 
     @property
@@ -145,8 +146,7 @@ class ShardReader:
                 continue
             group, row = segment.row_group, segment.start
             if shuffled:
-                size = self._shards.row_group_sizes[group]
-                row = int(row_permutation(self._seed, epoch, group, size)[row])
+                row = int(self._shards.order(group, self._seed, epoch, shuffled)[row])
             positions.append(self._shards.locate(group, row))
         return positions
 
@@ -159,7 +159,7 @@ class ShardReader:
 
     @property
     def _is_shuffled(self) -> bool:
-        return self.config.shuffle == "row_groups"
+        return self.config.shuffle != "none"
 
     def empty_batch(self) -> Batch:
         """Return a batch in which no row counts, for a rank that has nothing to read while other

@@ -71,6 +71,15 @@ def row_permutation(seed: int, epoch: int, row_group: int, num_rows: int) -> NDA
     return permutation
 
 
+def with_groups_together(permutation: NDArray[np.int64], groups: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the permutation of a row group's rows with the rows of each group next to each other,
+    where the group's first row was. `groups` is in file order; rows of group 0 belong to no group."""
+    permuted = groups[permutation]
+    _, first, group = np.unique(permuted, return_index=True, return_inverse=True)
+    places = np.where(permuted == 0, np.arange(len(permuted)), first[group])
+    return permutation[np.argsort(places, kind="stable")]
+
+
 def num_steps(num_rows: int, global_batch_size: int, num_streams: int, drop_last: bool) -> int:
     """Return the number of steps of an epoch, which is equal for all ranks and epochs.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -367,7 +367,7 @@ def _calibration(facts: Facts) -> str:
     if not clicks or abs(value - 1) < max(UNCALIBRATED, CERTAIN / math.sqrt(clicks)):
         return ""
     loss = facts.run.config["trainer"].get("loss") or {}
-    why = "; trainer.loss is not the plain log loss" if loss and loss != asdict(LossConfig()) else ""
+    why = "; trainer.loss is not the plain log loss" if LossConfig(**loss).changes else ""
     return f"{value:.3f} predicted clicks for each click{why}"
 
 
