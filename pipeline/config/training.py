@@ -301,6 +301,10 @@ class LossConfig:
 
     ranking: a loss within groups, which counts ranking_weight, and the loss above 1 - ranking_weight
     (extras/models/tasks/ranking.py).
+
+    position: a label of the data set with the place where a row was shown, from 0 or 1. Training and
+    evaluation add a learnt number to the logit for each place, 0 for reference_position. Serving
+    does not, so it scores rows as if shown there. Later places count as num_positions - 1.
     """
 
     label_smoothing: float = 0.0
@@ -309,12 +313,17 @@ class LossConfig:
     focal_alpha: float | None = None
     ranking: str | None = None
     ranking_weight: float = 0.5
+    position: str | None = None
+    num_positions: int = 100
+    reference_position: int = 0
 
     def __post_init__(self) -> None:
         if self.ranking is not None:
             check_choice("trainer.loss.ranking", self.ranking, RANKINGS)
         check_above("trainer.loss.ranking_weight", self.ranking_weight, 0.0)
         check_within("trainer.loss.ranking_weight", self.ranking_weight, 0.0, 1.0)
+        check_at_least("trainer.loss.num_positions", self.num_positions, 2)
+        check_within("trainer.loss.reference_position", self.reference_position, 0, self.num_positions - 1)
         check_below_one("trainer.loss.label_smoothing", self.label_smoothing)
         check_above("trainer.loss.pos_weight", self.pos_weight, 0.0)
         check_at_least("trainer.loss.focal_gamma", self.focal_gamma, 0.0)
@@ -327,6 +336,11 @@ class LossConfig:
                 f"trainer.loss.pos_weight={self.pos_weight} and trainer.loss.focal_alpha={self.focal_alpha} "
                 "both weight the positive rows: choose one"
             )
+
+    @property
+    def columns(self) -> list[str]:
+        """Return the labels of the data set that the loss reads, in addition to the label that it trains."""
+        return [name for name in (self.position,) if name is not None]
 
     @property
     def changes(self) -> str:

@@ -61,6 +61,7 @@ def open_reader(
         pin=pinned if devices.current().copies_batches else None,
         split_ids=IdSplitter(resolved.all_tables, skip_empty_bags=context.world_size > 1),
         targets=resolved.targets,
+        aside=trainer.loss.columns,
         quarantine_path=f"{job.run_dir}/quarantine/{split}.rank{context.rank}.jsonl",
     )
 

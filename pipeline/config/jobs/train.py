@@ -26,7 +26,15 @@ from pipeline.config.training import (
     WarmStartConfig,
     profiled_steps,
 )
-from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice, check_given, check_within
+from pipeline.runtime.errors import (
+    ConfigError,
+    check_above,
+    check_at_least,
+    check_choice,
+    check_given,
+    check_within,
+    did_you_mean,
+)
 
 CADENCE = re.compile(r"every_(\d+(?:\.\d+)?_)?(seconds?|minutes?|hours?|steps?)")
 SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0}
@@ -221,6 +229,14 @@ class TrainJob(Job):
         return ("gauc", *(f"ndcg_at_{k}" for k in at), *(f"hit_rate_at_{k}" for k in at))
 
     def _check_loss(self) -> None:
+        for name in self.trainer.loss.columns:
+            labels = {each: label for each, label in self.data.columns.labels.items() if label.mask is None}
+            if name not in labels or name == self.data.columns.label:
+                raise ConfigError(
+                    f"trainer.loss reads {name!r}: declare it as a label without a mask, next to the label that is trained: "
+                    f"data.columns.labels={{{self.data.columns.label}: {{}}, {name}: {{kind: regression}}}}"
+                    f"{did_you_mean(name, labels)}"
+                )
         ranking = self.trainer.loss.ranking
         if ranking is None:
             return

@@ -136,6 +136,7 @@ class BatchAssembler:
             torch.from_numpy(targets.weights),
             None if chunk.block.groups is None else torch.from_numpy(np.take(chunk.block.groups, rows)),
             None if targets.present is None else torch.from_numpy(targets.present),
+            None if targets.aside is None else torch.from_numpy(targets.aside),
         )
 
     def _bags(

@@ -29,6 +29,7 @@ class Batch(Pipelineable):
     present: [batch] bool, rows that are neither padding nor quarantined; None: sample weight above 0
     groups: [batch] int64, of data with data.group_column in an evaluation, and in training if the loss or the
         order of rows needs it; 0 for a missing group. No model reads it
+    aside: [batch, columns] float32, columns that the loss reads (config.training.LossConfig.columns)
     """
 
     dense_features: torch.Tensor
@@ -37,11 +38,16 @@ class Batch(Pipelineable):
     sample_weights: torch.Tensor
     groups: torch.Tensor | None = None
     present: torch.Tensor | None = None
+    aside: torch.Tensor | None = None
 
     @property
     def is_present(self) -> torch.Tensor:
         """Return [batch] bool: True for rows that are neither padding nor quarantined."""
         return self.sample_weights > 0 if self.present is None else self.present
+
+    @property
+    def _optional(self) -> tuple[torch.Tensor | None, ...]:
+        return self.groups, self.present, self.aside
 
     @property
     def batch_size(self) -> int:
@@ -54,8 +60,7 @@ class Batch(Pipelineable):
             self.sparse_features.to(device, non_blocking=non_blocking),
             self.labels.to(device, non_blocking=non_blocking),
             self.sample_weights.to(device, non_blocking=non_blocking),
-            None if self.groups is None else self.groups.to(device, non_blocking=non_blocking),
-            None if self.present is None else self.present.to(device, non_blocking=non_blocking),
+            *(None if each is None else each.to(device, non_blocking=non_blocking) for each in self._optional),
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -67,7 +72,7 @@ class Batch(Pipelineable):
             inverse[1].record_stream(stream)
         self.labels.record_stream(stream)
         self.sample_weights.record_stream(stream)
-        for each in (self.groups, self.present):
+        for each in self._optional:
             if each is not None:
                 each.record_stream(stream)
 
@@ -77,8 +82,7 @@ class Batch(Pipelineable):
             self.sparse_features.pin_memory(),
             self.labels.pin_memory(),
             self.sample_weights.pin_memory(),
-            None if self.groups is None else self.groups.pin_memory(),
-            None if self.present is None else self.present.pin_memory(),
+            *(None if each is None else each.pin_memory() for each in self._optional),
         )
 
 

@@ -46,8 +46,8 @@ class ShardReader:
     read exactly once. After the end of a stream, the batch is filled with rows of weight 0 without
     ids, so all ranks have equal steps and batch sizes. multi_hot: feature -> ids per sample,
     sampled from the one-hot id (data.read.multi_hot). targets: the labels of batches, with their
-    masks; None: the data set's main label. split_ids: a function applied to the ids of every batch
-    (embeddings.id_splitter), on the prefetch thread. pin: copies a batch to pinned memory; called
+    masks; None: the data set's main label. aside: the label columns in Batch.aside. split_ids: a
+    function applied to the ids of every batch (embeddings.id_splitter), on the prefetch thread. pin: copies a batch to pinned memory; called
     on the threads that assemble batches. with_groups: batches have the groups of rows, if the data
     set has groups. config.shuffle=groups applies if drop_last; otherwise it is row_groups. quarantine_path: file of the rows that config.on_bad_rows=quarantine leaves out;
     None: only logged.
@@ -77,6 +77,7 @@ class ShardReader:
         quarantine_path: str | None = None,
         split_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None = None,
         targets: Sequence[Target] | None = None,
+        aside: Sequence[str] = (),
     ) -> None:
         check_batch_geometry(global_batch_size, config.num_streams, world_size)
         if not 0 <= rank < world_size:
@@ -106,7 +107,7 @@ class ShardReader:
         self._shards = Shards(folder, dataset, dataset.splits[split], quarantine, self.has_groups, keep_bytes, together)
         if config.verify == "checksum":
             self._shards.files.verify_checksums(range(rank, len(dataset.splits[split].files), world_size))
-        columns = TargetColumns(dataset, targets, split=split, for_training=drop_last)
+        columns = TargetColumns(dataset, targets, split=split, for_training=drop_last, aside=aside)
         self._assembler = BatchAssembler(
             dataset, multi_hot or {}, streams, global_batch_size // config.num_streams, columns, self.has_groups
         )

@@ -16,12 +16,13 @@ Floats = NDArray[np.float32]
 
 class TargetValues(NamedTuple):
     """labels and weights are [batch] for one target, or [batch, targets]. `present` is [batch], or
-    None if weights show which rows are present.
+    None if weights show which rows are present. `aside` is [batch, columns], None without columns.
     """
 
     labels: Floats
     weights: Floats
     present: NDArray[np.bool_] | None
+    aside: Floats | None = None
 
 
 class TargetColumns:
@@ -29,11 +30,20 @@ class TargetColumns:
 
     for_training: rows of a training split with sampled negatives get weights for training, in which
     the label's offset already corrects the sampling. Otherwise negatives have weight 1 / keep, as
-    if all rows were measured.
+    if all rows were measured. aside: label columns whose values the loss reads.
     """
 
-    def __init__(self, dataset: Dataset, targets: Sequence[Target] | None, *, split: str, for_training: bool) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        targets: Sequence[Target] | None,
+        *,
+        split: str,
+        for_training: bool,
+        aside: Sequence[str] = (),
+    ) -> None:
         columns = dataset.label_columns
+        self._aside = [columns.index(name) for name in aside]
         self._targets = list(targets) if targets else [Target(dataset.label)]
         self._positions = [columns.index(target.name) for target in self._targets]
         self._masks = [None if target.mask is None else columns.index(target.mask) for target in self._targets]
@@ -65,6 +75,7 @@ class TargetColumns:
                 weights[:, position] *= values[:, mask] == 1.0
             if count != 1.0:
                 weights[values[:, self._sampled] == 0.0, position] *= count
+        aside = np.take(values, self._aside, axis=1) if self._aside else None
         if len(self._targets) == 1:
             labels, weights = labels[:, 0], weights[:, 0]
-        return TargetValues(np.ascontiguousarray(labels), np.ascontiguousarray(weights), present)
+        return TargetValues(np.ascontiguousarray(labels), np.ascontiguousarray(weights), present, aside)

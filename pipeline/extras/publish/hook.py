@@ -276,8 +276,9 @@ class ProgressiveValidation(Hook):
         self._sums += torch.stack([loss, (click.labels * weights).sum(), weights.sum()]).double()
 
     def _click(self, prediction: Any) -> Prediction | None:
-        if isinstance(prediction, Prediction):
-            return prediction
+        if hasattr(prediction, "logits"):
+            click: Prediction = prediction
+            return click
         task = getattr(self.parts.task, "task", None)
         clicks = getattr(task, "clicks", None)
         if clicks is None or task.targets[0].kind != "binary":  # type: ignore[union-attr]

@@ -92,6 +92,7 @@ class LineEncoder:
         targets: Sequence[Target],
         split_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor],
         growing: Collection[str] = (),
+        aside: Sequence[str] = (),
     ) -> None:
         """growing: vocabularies whose unknown values take_unknown() returns. Raises RetrainingError
         if a stream cannot give the same rows as the prepared data set.
@@ -118,7 +119,7 @@ class LineEncoder:
         self._encoder.added.note_unknown(number for name in self._growing for number in self._features[name])
         self._label_columns, self._num_dense = dataset.label_columns, len(dataset.dense_features)
         self._is_weighted = bool(dataset.weighted_features)
-        self._targets = TargetColumns(dataset, list(targets), split="train", for_training=True)
+        self._targets = TargetColumns(dataset, list(targets), split="train", for_training=True, aside=aside)
 
     def encode(self, parts: Sequence[Rows]) -> EncodedBatch:
         """Encode rows.
@@ -208,6 +209,7 @@ class LineEncoder:
             torch.from_numpy(targets.labels),
             torch.from_numpy(targets.weights),
             present=None if targets.present is None else torch.from_numpy(targets.present),
+            aside=None if targets.aside is None else torch.from_numpy(targets.aside),
         )
 
     def _newest(self, table: pa.Table) -> float | None:

@@ -119,7 +119,8 @@ def open_stream(job: RetrainJob, resolved: ResolvedJob, context: DistributedCont
     source: StreamSource = find("stream", job.stream.kind, "stream.kind")(job.source, job.stream, data)
     split_ids = IdSplitter(resolved.all_tables, skip_empty_bags=False)
     capacities = capacities_of(resolved.job, resolved.dataset, job.stream.new_values)
-    encoder = LineEncoder(data, resolved.dataset, job.stream, resolved.targets, split_ids, capacities)
+    aside = job.trainer.loss.columns
+    encoder = LineEncoder(data, resolved.dataset, job.stream, resolved.targets, split_ids, capacities, aside)
     rank, world_size, ranks = context.rank, context.world_size, None
     if world_size > 1:
         ranks = StreamRanks(own_store("stream"), rank, world_size)

@@ -127,6 +127,7 @@ def test_a_run_is_the_same_on_two_ranks_and_resumes_bit_for_bit(ranks: RankPool,
     folder = prepared(tmp_path)
     ranked = [
         "trainer.loss.ranking=jrc",
+        "trainer.loss.position=place",
         "data.reader.shuffle=groups",
         "trainer.max_steps=12",
         "trainer.log_every_steps=4",

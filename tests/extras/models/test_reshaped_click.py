@@ -17,7 +17,6 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.training import LossConfig
 from pipeline.extras.models.tasks.reshaped_click import ReshapedClickTask
 from pipeline.models.tasks.click import ClickTask
-from pipeline.models.tasks.click_metrics import Prediction
 from pipeline.models.tasks.task import make_task
 from pipeline.runtime.errors import ConfigError
 from tests.models.every_model import small
@@ -56,16 +55,16 @@ def _focal(gamma: float, alpha: float) -> torch.Tensor:
 )
 def test_a_loss_equals_its_formula(loss: LossConfig, expected: torch.Tensor) -> None:
     task = ReshapedClickTask(ModelConfig(), [], loss)
-    found = task.losses(Prediction(torch.zeros(()), LOGITS, LABELS, WEIGHTS))
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-12)
-    mean, _ = task(LOGITS[:, None], labelled(LABELS.float(), WEIGHTS.float()))
+    mean, prediction = task(LOGITS[:, None], labelled(LABELS.float(), WEIGHTS.float()))
+    torch.testing.assert_close(task.losses(prediction).double(), expected, rtol=1e-5, atol=1e-6)
     assert mean.item() == pytest.approx(expected.mean().item(), rel=1e-6)
 
 
 def test_without_a_change_the_loss_is_the_plain_log_loss_bit_for_bit() -> None:
-    prediction = Prediction(torch.zeros(()), LOGITS.float(), LABELS.float(), WEIGHTS.float())
-    neutral = ReshapedClickTask(ModelConfig(), [], LossConfig()).losses(prediction)
-    assert torch.equal(neutral, ClickTask(ModelConfig(), []).losses(prediction))
+    tasks = ReshapedClickTask(ModelConfig(), [], LossConfig()), ClickTask(ModelConfig(), [])
+    batch = labelled(LABELS.float(), WEIGHTS.float())
+    neutral, plain = (task.losses(task(LOGITS[:, None], batch)[1]) for task in tasks)
+    assert torch.equal(neutral, plain)
     words = ["label_smoothing=0", "pos_weight=1", "focal_gamma=0", "focal_alpha=null"]
     given = load_config(TrainJob, ["data=quickstart", *(f"trainer.loss.{word}" for word in words)]).trainer.loss
     assert type(make_task(small("fm"), torch.nn.Identity(), [], loss=given).task) is ClickTask
