@@ -375,6 +375,10 @@ class TableConfig:
     data_type: str | None = None
     init: InitConfig | None = None
     l2: float | None = None  # l2 * row is added to the gradient of each touched row
+    weight_decay: float | None = None  # None: optimizer.sparse.weight_decay
+    lr_factor: float | None = None  # multiplies the learning rate of optimizer.sparse
+    warmup_steps: int | None = None  # steps of a linear rise of the table's rate, next to the schedule
+    frozen: bool | None = None  # rows are never updated
     sharding: ConstraintConfig | None = None
     compression: CompressionConfig | None = None
     tiers: TiersConfig | None = None  # None: completely in memory
@@ -386,7 +390,10 @@ class TableConfig:
             check_choice("pooling", self.pooling, POOLINGS)
         if self.data_type is not None:
             check_choice("data_type", self.data_type, DATA_TYPES)
-        check_at_least("l2", self.l2, 0.0, allow_none=True)
+        for name in ("l2", "weight_decay", "warmup_steps"):
+            check_at_least(name, getattr(self, name), 0, allow_none=True)
+        if self.lr_factor is not None and not self.lr_factor > 0:
+            raise ConfigError(f"lr_factor={self.lr_factor:g} must be above 0; frozen=true keeps rows unchanged")
 
 
 def table_name(entry: str) -> str:

@@ -87,10 +87,15 @@ def check_compressed(table: Table) -> None:
             f"tables.{table.config_name}: init.kind=zeros under {kind.setting} would never train because each factor's gradient is "
             "the product of all other factors; use another init or compression"
         )
-    if table.l2 and not leaves(table):
+    if table.updates.l2 and not leaves(table):
         raise ConfigError(
-            f"tables.{table.config_name}.l2={table.l2:g} applies to rows, but {kind.setting} has only dense parameters; use model.l2, "
+            f"tables.{table.config_name}.l2={table.updates.l2:g} applies to rows, but {kind.setting} has only dense parameters; use model.l2, "
             f"and tables.{table.config_name}.l2=0"
+        )
+    if table.updates.frozen and (kind.num_dense_numbers() or any(part.managed for part in leaves(table))):
+        raise ConfigError(
+            f"tables.{table.config_name}.frozen=true keeps rows unchanged, but {kind.setting} also trains dense parameters or gives "
+            f"rows to other ids; use tables.{table.config_name}.compression.kind=none or hash"
         )
     num_numbers(table)  # also checks the dense parameters
     for part in leaves(table):

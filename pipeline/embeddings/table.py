@@ -60,6 +60,32 @@ class Positions:
 
 
 @dataclass(frozen=True)
+class RowUpdates:
+    """How the rows of one table are updated, where this differs from optimizer.sparse.
+
+    l2: added to the gradient of touched rows, times the row. weight_decay: None means the
+    optimizer's. lr_factor: multiplies the learning rate. warmup_steps: steps of a linear rise of
+    the rate from the start of the run. frozen: rows never change, and have no optimizer state.
+    """
+
+    l2: float = 0.0
+    weight_decay: float | None = None
+    lr_factor: float = 1.0
+    warmup_steps: int = 0
+    frozen: bool = False
+
+    @property
+    def group(self) -> str:
+        """Return a name for tables that one lookup may update together; "" for usual tables."""
+        own = (self.weight_decay, self.lr_factor, self.warmup_steps, self.frozen)
+        return "" if own == (None, 1.0, 0, False) else "frozen" if self.frozen else str(own)
+
+    def rate(self, step: int) -> float:
+        """Return the factor of the learning rate of update `step`, counted from 0."""
+        return 0.0 if self.frozen else self.lr_factor * min(1.0, (step + 1) / max(1, self.warmup_steps))
+
+
+@dataclass(frozen=True)
 class Table:
     """An embedding table with every value resolved.
 
@@ -70,7 +96,7 @@ class Table:
     rows_of: the table whose rows this part holds and is initialized as.
     managed: the map that assigns rows to ids of any number.
     note: a sentence for the plan's report.
-    l2: added to the gradient of touched rows, times the row.
+    updates: what differs from optimizer.sparse.
     positions: the table's sequences that are not pooled (position_features).
     padding: rows per sample of positions without an id, which are returned and sent as zeros.
     is_weighted: ids of some feature have weights.
@@ -93,7 +119,7 @@ class Table:
     rows_of: Block | None = None
     managed: ManagedRows | None = None
     note: str = ""
-    l2: float = 0.0
+    updates: RowUpdates = RowUpdates()
     positions: list[Positions] = field(default_factory=list)
     padding: float = 0.0
     is_weighted: bool = False

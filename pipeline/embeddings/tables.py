@@ -24,12 +24,13 @@ from pipeline.data.dataset import Dataset
 from pipeline.embeddings.compression.kind import Whole, compressed, kind_of
 from pipeline.embeddings.physical import check_compressed, num_numbers
 from pipeline.embeddings.row_frequencies import merge_frequencies
-from pipeline.embeddings.table import Positions, Table
+from pipeline.embeddings.table import Positions, RowUpdates, Table
 from pipeline.runtime.errors import ConfigError, did_you_mean
 
 LAST_RESORT = TableConfig(
-    embedding_dim=64, pooling="sum", data_type="fp32", init=InitConfig(), l2=0.0, sharding=ConstraintConfig()
-)
+    embedding_dim=64, pooling="sum", data_type="fp32", init=InitConfig(), l2=0.0, lr_factor=1.0, warmup_steps=0,
+    frozen=False, sharding=ConstraintConfig(),
+)  # fmt: skip
 
 
 def resolve_tables(
@@ -164,7 +165,13 @@ def _resolve(
         pooling=pick("pooling"),
         data_type=pick("data_type"),
         init=_initial(pick("init"), auto_init),
-        l2=pick("l2"),
+        updates=RowUpdates(
+            pick("l2"),
+            default.weight_decay if config.weight_decay is None else config.weight_decay,
+            pick("lr_factor"),
+            pick("warmup_steps"),
+            pick("frozen"),
+        ),
         sharding=pick("sharding"),
         pooling_factors=pooling_factors,
         frequencies=merge_frequencies(features, pooling_factors, multi_hot),

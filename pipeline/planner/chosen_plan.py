@@ -11,9 +11,8 @@ from torchrec.distributed.types import ShardingPlan
 
 from pipeline.embeddings.limits import sharding_types_exact_for
 from pipeline.planner.cost_model import CACHED_KERNELS, KEY_VALUE, UVM_KERNELS, cache_load_factor
-from pipeline.planner.estimator import shard_state_bytes
 from pipeline.planner.plan_record import Objective, PlanRecord, RankLoad, TableChoice, critical_path_ms
-from pipeline.planner.request import PlacedTable, Problem, fingerprint_of, table_bytes
+from pipeline.planner.request import PlacedTable, Problem, fingerprint_of, state_bytes, table_bytes
 from pipeline.planner.search.problem import Floats
 from pipeline.planner.searcher import PHASES
 from pipeline.runtime.byte_counts import show_bytes
@@ -83,7 +82,7 @@ def _choice(entry: PlacedTable, option: ShardingOption, problem: Problem) -> Tab
         num_embeddings=table.num_embeddings,
         embedding_dim=table.embedding_dim,
         weight_bytes=table.num_embeddings * table.embedding_dim * entry.parameter.element_size(),
-        state_bytes=shard_state_bytes(problem.request.optimizer.name, table.num_embeddings, table.embedding_dim),
+        state_bytes=state_bytes(table, problem.request.optimizer.name),
         hbm_bytes=storage.hbm,
         ddr_bytes=storage.ddr,
         ssd_bytes=storage.ssd,

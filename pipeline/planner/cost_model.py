@@ -137,6 +137,7 @@ class CostModel:
         self._frequencies = {table.name: table.frequencies for table in tables}
         self._padding = {table.name: table.padding for table in tables}
         self.in_tiers = {table.name: table for table in tables if table.tiers is not None}
+        self.frozen = {table.name for table in tables if table.updates.frozen}
         self.links = links_of(hardware)
 
     def estimate(self, sharding_options: list[ShardingOption], *_: Any, **__: Any) -> None:

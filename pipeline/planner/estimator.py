@@ -81,10 +81,11 @@ class CostedEnumerator(EmbeddingEnumerator):
 
     def _add_training_memory(self, option: ShardingOption) -> None:
         for shard, of_weights in zip(option.shards, self._costs.weights_bytes(option).tolist(), strict=True):
-            extra = shard_state_bytes(self._optimizer_name, *shard.size)
+            is_frozen = option.name in self._costs.frozen
+            extra = 0 if is_frozen else shard_state_bytes(self._optimizer_name, *shard.size)
             if option.name in self._in_tiers:
                 extra -= self._bytes_on_ssd(option, shard, extra)
-            if option.compute_kernel == "dense":
+            if option.compute_kernel == "dense" and not is_frozen:
                 num_rows, num_columns = shard.size
                 extra += DATA_PARALLEL_GRADIENT_COPIES * num_rows * num_columns * option.tensor.element_size()
             if option.compute_kernel == KEY_VALUE:

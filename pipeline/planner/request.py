@@ -115,7 +115,7 @@ def _describe_table(entry: PlacedTable) -> dict[str, Any]:
         "rows_of",
         "managed",
         "note",
-        "l2",
+        "updates",
         "positions",
         "padding",
     ):
@@ -123,7 +123,8 @@ def _describe_table(entry: PlacedTable) -> dict[str, Any]:
     for absent, is_default in (("is_weighted", not entry.table.is_weighted), ("tiers", entry.table.tiers is None)):
         if is_default:  # plans of earlier releases lack it
             del described[absent]
-    return {**described, "module": entry.module}
+    frozen = {"frozen": True} if entry.table.updates.frozen else {}  # without optimizer state
+    return {**described, **frozen, "module": entry.module}
 
 
 def build_problem(config: PlannerConfig, request: PlanRequest) -> Problem:
@@ -179,7 +180,14 @@ def table_bytes(entry: PlacedTable, optimizer_name: str) -> int:
     table = entry.table
     size = entry.parameter.element_size()
     weights = table.num_embeddings * table.embedding_dim * size
-    return weights + shard_state_bytes(optimizer_name, table.num_embeddings, table.embedding_dim)
+    return weights + state_bytes(table, optimizer_name)
+
+
+def state_bytes(table: Table, optimizer_name: str) -> int:
+    """Return the bytes of the optimizer state of one copy of a table."""
+    if table.updates.frozen:
+        return 0
+    return shard_state_bytes(optimizer_name, table.num_embeddings, table.embedding_dim)
 
 
 def place_tables(tables: list[Table], model: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[PlacedTable]:

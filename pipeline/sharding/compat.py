@@ -161,8 +161,10 @@ PRIVATE_NAMES: list[PrivateName] = [
       for each in (*_names(f"{TORCHREC}.sharding.{owner}", VARIABLE, "_intra_pg", "_intra_codecs", "_variable_intra_dist"),
                    _call(f"{TORCHREC}.sharding.{owner}", VARIABLE, "_create_output_dist_modules", "self sharding_ctx"))],
     *_names(f"{TORCHREC}.sharding.rw_sharding:RwSparseFeaturesDist", MANAGED, "_feature_block_sizes_tensor", "_world_size"),
-    *_names(f"{TORCHREC}.embedding_lookup:GroupedPooledEmbeddingsLookup", VARIABLE, "grouped_configs"),
-    *_names(f"{TORCHREC}.embedding_lookup:GroupedPooledEmbeddingsLookup", f"{MANAGED} sharding/table_storage.py {CHANGED} {VARIABLE}", "_emb_modules"),
+    *_names(f"{TORCHREC}.embedding_lookup:GroupedPooledEmbeddingsLookup", f"{VARIABLE} {SKIPPED}", "grouped_configs"),
+    *_names(f"{TORCHREC}.embedding_lookup:GroupedPooledEmbeddingsLookup", f"{MANAGED} sharding/table_storage.py {CHANGED} {VARIABLE} {SKIPPED}", "_emb_modules"),
+    # the key of a table's kwargs by which TorchRec groups tables into lookups
+    *_names(f"{TORCHREC}.embedding_sharding", "sharding/torchrec/sparse_optimizer.py", "_batch_key"),
     # Managed rows: the internals of TorchRec's map.
     *_names(MCH, MANAGED, "_input_history_buffer_size", "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping", "_mch_metadata",
             "_current_iter", "_history_accumulator", "_current_history_buffer_offset", "_history_metadata", "_eviction_policy"),

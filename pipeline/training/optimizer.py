@@ -7,7 +7,7 @@ so a resumed run is exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, find_optimizer
 from pipeline.config.training import LRSchedule, ScheduleConfig, TrainerConfig
+from pipeline.embeddings.table import RowUpdates
 from pipeline.runtime.errors import TrainingError
 from pipeline.sharding.torchrec.cpu_tables import FastLookup, fast_lookups
 from pipeline.sharding.torchrec.sharder import ShardedTables
@@ -85,18 +86,31 @@ class TrainingOptimizer(CombinedOptimizer):
         config: OptimizerConfig,
         lookups: Sequence[FastLookup] = (),
         keeps_rows: bool = False,
+        updates: Mapping[str, RowUpdates] | None = None,
     ) -> None:
-        """Combine the parts. `keeps_rows`: a gradient of zero changes nothing in a table."""
+        """Combine the parts. `keeps_rows`: a gradient of zero changes nothing in a table.
+        `updates`: by table, what differs from config.sparse."""
         parts = [fused, replicated, dense]
         super().__init__([part for part in parts if part is not None])
         self._fused, self._replicated, self._dense = fused, replicated, dense
-        # the factors of the current learning rates
-        self._factors: tuple[float, float] | None = None
+        # the factors of the current learning rates, and the step of the tables' warm-ups
+        self._factors: tuple[float, float, int] | None = None
         self._config, self._lookups, self._keeps_rows = config, lookups, keeps_rows
         self.num_steps = 0
-        for name, groups in (("sparse", self._sparse_groups()), ("dense", self._dense_groups())):
-            for group in groups:
-                group["name"] = name
+        for group in self._dense_groups():
+            group["name"] = "dense"
+        self._name_sparse_groups(updates or {})
+        self._longest_warmup = max((each.warmup_steps for each in (updates or {}).values()), default=0)
+        self.scale_learning_rates(1.0, 1.0)
+
+    def _name_sparse_groups(self, updates: Mapping[str, RowUpdates]) -> None:
+        """Name the groups of tables, and store the updates of their tables in them. All tables of a
+        group have the same rate."""
+        names = {id(weight): key.split(".")[-2] for key, weight in self.params.items()}
+        for group in self._sparse_groups():
+            table = next((names[id(weight)] for weight in group["params"]), "")
+            group["updates"] = own = updates.get(table, RowUpdates())
+            group["name"] = f"sparse_{table}" if own.group else "sparse"
 
     def _sparse_groups(self) -> list[Any]:
         return [*self._fused.param_groups, *(self._replicated.param_groups if self._replicated else [])]
@@ -150,14 +164,15 @@ class TrainingOptimizer(CombinedOptimizer):
         for lookup in self._lookups:
             lookup.num_steps = self.num_steps
 
-    def scale_learning_rates(self, sparse_factor: float, dense_factor: float) -> None:
-        """Set each rate to the configured rate times the factor. Fused tables get it
-        immediately."""
-        if self._factors == (sparse_factor, dense_factor):
+    def scale_learning_rates(self, sparse_factor: float, dense_factor: float, step: int = 0) -> None:
+        """Set each rate to the configured rate times the factor, and times the table's own factor
+        for update `step`. Fused tables get it immediately."""
+        factors = sparse_factor, dense_factor, min(step, self._longest_warmup)
+        if self._factors == factors:
             return
-        self._factors = sparse_factor, dense_factor
+        self._factors = factors
         for group in self._sparse_groups():
-            group["lr"] = self._config.sparse.lr * sparse_factor
+            group["lr"] = self._config.sparse.lr * sparse_factor * group["updates"].rate(step)
         for group in self._dense_groups():
             group["lr"] = self._config.dense.lr * dense_factor
         self._fused.zero_grad()  # only passes the rate to FBGEMM, because there are no gradients
@@ -195,14 +210,15 @@ def build_optimizer(model: DistributedModelParallel, config: OptimizerConfig, l2
         )
     tables, layers = replicated_tables(model), dense_parameters(model)
     rules = {name: rule for sharded in _sharded_tables(model) for name, rule in sharded.update_rules.items()}
-    replicated = ReplicatedTablesOptimizer(tables, config.sparse, rules) if tables else None
+    updates = {name: own for sharded in _sharded_tables(model) for name, own in sharded.row_updates.items()}
+    replicated = ReplicatedTablesOptimizer(tables, config.sparse, rules, updates) if tables else None
     dense = DenseOptimizer(layers, config.dense, l2) if layers else None
     parts: list[KeyedOptimizer | None] = [model.fused_optimizer, replicated, dense]
     assert_every_parameter_has_one_optimizer(model, [part for part in parts if part is not None])
     keeps_rows = find_optimizer(config.sparse.name).keeps_rows and not any(
         rule.is_lazy or rule.extras for rule in rules.values()
     )
-    return TrainingOptimizer(model.fused_optimizer, replicated, dense, config, fast_lookups(model), keeps_rows)
+    return TrainingOptimizer(model.fused_optimizer, replicated, dense, config, fast_lookups(model), keeps_rows, updates)
 
 
 def _make_dense(weights: list[Any], config: DenseOptimizerConfig) -> torch.optim.Optimizer:
@@ -216,17 +232,26 @@ def _sharded_tables(model: DistributedModelParallel) -> Iterator[ShardedTables]:
 
 
 def replicated_tables(model: DistributedModelParallel) -> dict[str, nn.Parameter]:
-    """Return name -> weights of the data_parallel tables."""
-    replicated = {id(bag.weight) for tables in _sharded_tables(model) for bag in tables.embedding_bags.values()}
+    """Return name -> weights of the data_parallel tables that are trained."""
+    frozen = _tables_by_id(model)
     outside = in_backward_optimizer_filter(model.named_parameters())
-    return {name: weight for name, weight in outside if id(weight) in replicated and weight.requires_grad}
+    return {name: weight for name, weight in outside if weight.requires_grad and not frozen.get(id(weight), True)}
 
 
 def dense_parameters(model: DistributedModelParallel) -> dict[str, nn.Parameter]:
     """Return name -> each parameter that is trained and is not a table."""
-    tables = replicated_tables(model)
+    tables = _tables_by_id(model)
     outside = in_backward_optimizer_filter(model.named_parameters())
-    return {name: weight for name, weight in outside if name not in tables and weight.requires_grad}
+    return {name: weight for name, weight in outside if weight.requires_grad and id(weight) not in tables}
+
+
+def _tables_by_id(model: DistributedModelParallel) -> dict[int, bool]:
+    """Return id() of each table's weights -> whether the table is frozen."""
+    return {
+        id(bag.weight): tables.row_updates[name].frozen
+        for tables in _sharded_tables(model)
+        for name, bag in tables.embedding_bags.items()
+    }
 
 
 def assert_every_parameter_has_one_optimizer(
@@ -234,10 +259,12 @@ def assert_every_parameter_has_one_optimizer(
 ) -> None:
     """Raise TrainingError that names parameters (also tables) with no optimizer, or with more than
     one."""
+    frozen = _tables_by_id(model)
     counts: dict[str, int] = {
         name: 0
         for name, weight in model.named_parameters()
-        if weight.requires_grad and weight.numel()  # empty: this rank holds no part of the table
+        # empty: this rank holds no part of the table
+        if weight.requires_grad and weight.numel() and not frozen.get(id(weight), False)
     }
     for optimizer in optimizers:
         for name in optimizer.params:
@@ -289,11 +316,11 @@ def lr_factor(schedule: LRSchedule, step: int) -> float:
 def apply_schedule(optimizer: TrainingOptimizer, schedule: ScheduleConfig, step: int, plateau: float = 1.0) -> None:
     """Set the learning rates of update `step`. Call it before that step's backward, which updates
     the tables. `plateau` is the current factor of schedule.plateau."""
-    factors = [
+    sparse, dense = (
         reduced(lr_factor(own, step), plateau, schedule.plateau.min_lr / lr)
         for own, lr in zip((schedule.sparse, schedule.dense), optimizer.configured_rates, strict=True)
-    ]
-    optimizer.scale_learning_rates(*factors)
+    )
+    optimizer.scale_learning_rates(sparse, dense, step)
 
 
 def reduced(factor: float, plateau: float, least: float) -> float:

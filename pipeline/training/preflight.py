@@ -90,6 +90,11 @@ def load_or_describe(job: TrainJob) -> Dataset:
 
 
 def _check_replicas(job: TrainJob, tables: list[Table]) -> None:
+    if job.parallel.has_replicas and (frozen := [table for table in tables if table.updates.frozen]):
+        raise TrainingError(
+            f"parallel.embedding_sync={job.parallel.embedding_sync} averages the tables of the hosts, and rounding would change "
+            f"the rows of tables.{frozen[0].config_name}.frozen=true; use parallel.embedding_sync=every_step"
+        )
     fixed = [table for table in tables if not compressed(table).can_average]
     if job.parallel.has_replicas and fixed:
         raise TrainingError(
@@ -182,11 +187,12 @@ def check_optimizer_on_cpu(optimizer: SparseOptimizerConfig, tables: list[Table]
                 f"and {named} may be sharded; leave it out, or {hint}"
             )
     for table in sharded:
-        if table.l2:
-            raise TrainingError(
-                f"tables.{table.config_name}.l2={table.l2:g}, but on CPU FBGEMM ignores it in sharded tables; leave it out, or "
-                f"{hint}"
-            )
+        for name in ("l2", "weight_decay"):
+            if (value := getattr(table.updates, name)) and not table.updates.frozen:
+                raise TrainingError(
+                    f"tables.{table.config_name}.{name}={value:g}, but on CPU FBGEMM ignores it in sharded tables; leave it out, "
+                    f"or {hint}"
+                )
 
 
 def validate_evaluation(job: EvaluateJob, trained: TrainJob, world_size: int) -> None:

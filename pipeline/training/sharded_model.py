@@ -117,8 +117,8 @@ def build_task(resolved: ResolvedJob, compute_device: str) -> TaskModel:
         loss=trainer.loss,
         num_streams=job.data.reader.num_streams,
     )
-    l2s = {table.name: table.l2 for table in resolved.plain_tables if table.l2}
-    apply_sparse_optimizer(task, table_optimizer_of(job, compute_device), l2s)
+    updates = {table.name: table.updates for table in resolved.plain_tables}
+    apply_sparse_optimizer(task, table_optimizer_of(job, compute_device), updates)
     return task
 
 

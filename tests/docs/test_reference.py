@@ -60,7 +60,7 @@ def test_help_explains_a_key_and_a_section(capsys: pytest.CaptureFixture[str]) -
     assert mentions(explain_key("model.dropout", TrainJob), "(model=deepfm) (model=masknet)")
     with pytest.raises(ConfigError, match=names("optimizer.dense.lr")):
         explain_key("lr", TrainJob)
-    with pytest.raises(ConfigError, match=r"did you mean optimizer\.dense\.lr or optimizer\.sparse\.lr\?"):
+    with pytest.raises(ConfigError, match=r"did you mean optimizer\.dense\.lr or optimizer\.sparse\.lr or tables"):
         explain_key("learning_rate", TrainJob)  # words of the meaning
     assert mentions(explain_key("model.dropout", TrainJob), "0.0 share")
     assert mentions(explain_key("threads", PrepareJob), "null all cores")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.config.tables import CompressionConfig, InitConfig, TableConfig
+from pipeline.embeddings.table import RowUpdates
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.runtime.errors import ConfigError
 from tests.support.datasets import described_dataset
@@ -37,11 +38,27 @@ def test_a_table_overrides_the_default_field_by_field() -> None:
 
 def test_l2_is_set_by_default_by_pattern_and_by_table() -> None:
     configs = {"default": TableConfig(l2=0.1), "*te*": TableConfig(l2=0.2), "user": TableConfig(l2=0.0)}
-    assert [table.l2 for table in resolve_tables(configs, DATASET)] == [0.0, 0.2, 0.2]
-    assert [table.l2 for table in resolve_tables({}, DATASET)] == [0.0, 0.0, 0.0]
+    assert [table.updates.l2 for table in resolve_tables(configs, DATASET)] == [0.0, 0.2, 0.2]
+    assert [table.updates.l2 for table in resolve_tables({}, DATASET)] == [0.0, 0.0, 0.0]
     trains = CompressionConfig("tensor_train", rank=2)
     with pytest.raises(ConfigError, match=names("tables.item l2=0.1 model.l2")):
         resolve_tables({"item": TableConfig(embedding_dim=16, l2=0.1, compression=trains)}, DATASET)
+
+
+def test_a_tables_own_settings_come_from_its_entry_a_pattern_or_the_default() -> None:
+    configs = {
+        "default": TableConfig(weight_decay=0.1),
+        "*te*": TableConfig(lr_factor=0.5),
+        "user": TableConfig(frozen=True),
+    }
+    found = {table.name: table.updates for table in resolve_tables(configs, DATASET)}
+    assert found["item"] == RowUpdates(weight_decay=0.1, lr_factor=0.5)
+    assert found["user"] == RowUpdates(weight_decay=0.1, frozen=True)
+    with pytest.raises(ConfigError, match=names("lr_factor=0 frozen=true")):
+        TableConfig(lr_factor=0)
+    trains = CompressionConfig("tensor_train", rank=2)
+    with pytest.raises(ConfigError, match=names("tables.item frozen=true compression.kind=none")):
+        resolve_tables({"item": TableConfig(embedding_dim=16, frozen=True, compression=trains)}, DATASET)
 
 
 def test_a_shared_table_holds_the_largest_of_its_features_and_stands_at_the_first() -> None:

@@ -63,3 +63,32 @@ def test_a_resumed_run_goes_on_to_the_bit_with_fp16_rows(gpus: Gpus, prepared_cl
     expected, found = stored(tmp_path / "straight", 4), stored(tmp_path / "resumed", 4)
     assert all(torch.equal(found[key], values) for key, values in expected.items())
     assert any(values.dtype == torch.float16 for values in found.values())
+
+
+def test_each_table_trains_by_its_own_settings_and_frozen_rows_keep_their_bits(
+    gpus: Gpus, prepared_clicks: str, tmp_path: Path
+) -> None:
+    """As on the CPU, for sharded and replicated tables, and after a resume."""
+    words = [
+        "experiment=quickstart",
+        f"data.path={prepared_clicks}",
+        "tables.cat_2*.frozen=true",
+        "tables.cat_20.sharding.sharding_types=[data_parallel]",
+        "tables.cat_1.sharding.sharding_types=[data_parallel]",
+        "tables.cat_1*.lr_factor=0.1",
+        "tables.cat_4.weight_decay=0.5",
+        "tables.cat_5.warmup_steps=10",
+    ]
+    gpus.train(2, [*words, "trainer.max_steps=2"], tmp_path / "gpu")
+    half = stored(tmp_path / "gpu", 2)
+    gpus.train(2, [*words, LAST], tmp_path / "gpu")
+    gpus.train(2, [*words, LAST], tmp_path / "cpu", on="cpu")
+    found, expected = stored(tmp_path / "gpu", 4), stored(tmp_path / "cpu", 4)
+    frozen = {key for key, values in half.items() if torch.equal(values, found[key]) and key.startswith("model.")}
+    tables = {key.split(".")[-2] for key in frozen if "embedding_bags" in key}
+    assert tables == {"cat_2", *(f"cat_{number}" for number in range(20, 26))}
+    assert not any(".cat_2." in key or ".cat_20." in key for key in found if key.startswith("optimizer."))
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        if values.is_floating_point():
+            torch.testing.assert_close(found[key], values, rtol=1e-4, atol=1e-5, msg=key)

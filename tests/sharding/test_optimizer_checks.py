@@ -19,7 +19,7 @@ from pipeline.config.tables import ConstraintConfig, InitConfig
 from pipeline.config.training import CommsConfig
 from pipeline.embeddings.collection import Managed
 from pipeline.embeddings.limits import allowed_sharding_types, sharding_types_exact_for
-from pipeline.embeddings.table import ManagedRows, Table
+from pipeline.embeddings.table import ManagedRows, RowUpdates, Table
 from pipeline.runtime.errors import ShardingError
 from pipeline.sharding.torchrec import sharding_checks
 from pipeline.sharding.torchrec.sharding import shard_model
@@ -113,7 +113,7 @@ def test_decay_and_clipping_are_not_silently_ignored_on_cpu(ranks: RankPool, set
 def told(config: SparseOptimizerConfig, l2: float = 0.0) -> dict[str, Any]:
     """What FBGEMM is built with on a GPU."""
     model = TinyModel([TinyTable("a")])
-    apply_sparse_optimizer(model, config, {"a": l2})
+    apply_sparse_optimizer(model, config, {"a": RowUpdates(l2)})
     weight = model.embedding_bag_collection.embedding_bags["a"].weight
     configure_fbgemm("a", weight)
     return dict(weight._optimizer_kwargs[0])

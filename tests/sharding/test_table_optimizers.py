@@ -17,6 +17,7 @@ from pipeline import devices
 from pipeline.config.optimizers import DenseOptimizerConfig, OptimizerConfig, SparseOptimizerConfig
 from pipeline.config.training import CommsConfig
 from pipeline.embeddings.limits import COLUMN_SHARDING_TYPES
+from pipeline.embeddings.table import RowUpdates
 from pipeline.sharding.torchrec.sharding import shard_model
 from pipeline.sharding.torchrec.sparse_optimizer import apply_sparse_optimizer
 from pipeline.sharding.torchrec.table_init import initialize_tables
@@ -120,7 +121,7 @@ def trained(
 ) -> dict[str, torch.Tensor]:
     config = OptimizerConfig(sparse, DENSE)
     model = TinyModel(tables)
-    apply_sparse_optimizer(model, sparse, {table.name: l2 for table in tables})
+    apply_sparse_optimizer(model, sparse, {table.name: RowUpdates(l2) for table in tables})
     plan = plan_of(model, tables, local_size)
     with devices.using(devices.named("cpu", plain=not fast)):
         sharded = shard_model(model, plan, CommsConfig(), context(rank), seed=SEED)

@@ -106,6 +106,7 @@ class FastLookup:
         rules: Mapping[str, UpdateRule],
     ) -> None:
         self._fbgemm_forward, self._lookup = lookup.forward, lookup
+        self._is_frozen = getattr(lookup, "is_frozen", False)  # set by fbgemm_lookups.freeze
         self._pool, self._update = pool, update
         tiers = getattr(lookup, "tiers", None)
         self.tiered: StorageLookup | None = tiers.lookup if tiers is not None else None
@@ -244,6 +245,8 @@ class FastLookup:
 
     def update(self, gradients: torch.Tensor, bags: Bags) -> None:
         """Update the tables on torch's threads. Only one thread updates a row, so bits do not depend on threads."""
+        if self._is_frozen:
+            return
         fbgemm, rule = self._lookup, self._rule
         is_half = fbgemm.weights_precision == SparseType.FP16
         stored = _flat(fbgemm.weights_host)

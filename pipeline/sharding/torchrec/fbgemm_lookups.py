@@ -1,8 +1,9 @@
-"""Change FBGEMM's lookups: skip the update of a bad batch, and divide weighted means on CPU."""
+"""Change FBGEMM's lookups: freeze tables, skip the update of a bad batch, divide weighted means on
+CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +14,10 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+
+from pipeline.embeddings.table import RowUpdates
 
 LOOKUPS = (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen)
 
@@ -48,6 +52,37 @@ def fbgemm_lookups(model: nn.Module) -> list[nn.Module]:
     sharded = [each for each in model.modules() if isinstance(each, ShardedEmbeddingBagCollection)]
     children = (child for each in sharded for lookup in each._lookups for child in lookup.modules())
     return [child for child in children if isinstance(child, LOOKUPS)]
+
+
+def freeze(lookups: Iterable[nn.Module], updates: Mapping[str, RowUpdates]) -> None:
+    """Let the lookups of frozen tables never change a row. RowUpdates.group puts frozen tables into
+    separate lookups. A second call changes nothing."""
+    for lookup in lookups:
+        whole: Any = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
+        for kernel, config in zip(whole._emb_modules, whole.grouped_configs, strict=True):
+            if not updates[config.embedding_tables[0].name].frozen:
+                continue
+            tables = kernel.emb_module
+            if isinstance(tables, DenseTableBatchedEmbeddingBagsCodegen):
+                tables.weights.requires_grad_(False)
+            elif not getattr(tables, "is_frozen", False):
+                tables.is_frozen, tables.forward = True, _Frozen(tables)
+
+
+class _Frozen:
+    """Replace a lookup's forward. The backward of its pooled rows reaches no table.
+
+    The rows still require gradients, because each rank must run the backward of an exchange of rows
+    if one rank does.
+    """
+
+    def __init__(self, lookup: nn.Module) -> None:
+        self._fbgemm_forward = lookup.forward
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        with torch.no_grad():
+            pooled: torch.Tensor = self._fbgemm_forward(*arguments, **keywords)
+        return pooled.requires_grad_() if torch.is_grad_enabled() else pooled
 
 
 def divide_weights_of_means(modules: Iterable[nn.Module]) -> None:

@@ -31,8 +31,14 @@ PLAIN = ("weight_decay", "momentum", "nesterov", "dampening", "lr_decay", "maxim
 
 @dataclass(frozen=True)
 class _Block:
-    """Hold one flat parameter. Arrays have one entry per table; a state of all tables is one array."""
+    """Hold one flat parameter. Arrays have one entry per table; a state of all tables is one array.
 
+    Its tables are in one group of the optimizer, so `rule` differs between them only in l2 and
+    all_rows.
+    """
+
+    group: dict[str, Any]
+    rule: UpdateRule
     tables: list[int]  # the id() of each table's weight
     weights: torch.Tensor
     rows: np.ndarray[Any, Any]
@@ -45,10 +51,8 @@ class _Block:
 class FlatUpdate:
     """Replace the step of an optimizer whose parameters are tables, all stored in flat parameters."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, rule: UpdateRule, blocks: list[_Block], update: Callable[..., None]
-    ) -> None:
-        self._optimizer, self._rule, self._blocks, self._update = optimizer, rule, blocks, update
+    def __init__(self, optimizer: torch.optim.Optimizer, blocks: list[_Block], update: Callable[..., None]) -> None:
+        self._optimizer, self._blocks, self._update = optimizer, blocks, update
         self._marks = [np.empty(0, np.uint8) for _ in blocks]
 
     def track_rows(self) -> dict[int, np.ndarray[Any, Any]]:
@@ -69,13 +73,12 @@ class FlatUpdate:
         if isinstance(optimizer, TouchedRows):
             optimizer.num_steps += 1
             step = optimizer.num_steps
-        numbers = self._rule.numbers(optimizer.param_groups[0]["lr"], step)
         for block, marks in zip(self._blocks, self._marks, strict=True):
-            gradient = block.weights.grad
+            gradient, rule = block.weights.grad, block.rule
             if gradient is not None:
                 self._update(
                     block.weights.detach().numpy(), gradient.contiguous().numpy(), *(state.numpy() for state in block.states),
-                    block.rows, block.dims, self._rule.kind, numbers, block.l2s, block.every, marks,
+                    block.rows, block.dims, rule.kind, rule.numbers(block.group["lr"], step), block.l2s, block.every, marks,
                 )  # fmt: skip
 
 
@@ -97,20 +100,18 @@ def flat_update(params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optim
     except ImportError:  # no Numba
         return None
     blocks = [_block(tables, optimizer, rules) for tables in groups]
-    return FlatUpdate(optimizer, next(iter(rules.values())), blocks, update_rows)
+    return FlatUpdate(optimizer, blocks, update_rows)
 
 
 def _rules(optimizer: torch.optim.Optimizer) -> dict[int, UpdateRule]:
-    """Return id() of each weight -> its rule; empty if unsupported. Rules may differ only in l2 and all_rows."""
-    if len(optimizer.param_groups) != 1:
-        return {}
-    (group,) = optimizer.param_groups
-    weights = [id(weight) for weight in group["params"]]
+    """Return id() of each weight -> its rule; empty if unsupported."""
     if isinstance(optimizer, TouchedRows):
-        return dict(zip(weights, optimizer.rules, strict=True))
-    if type(optimizer) not in KINDS or any(group.get(name) for name in PLAIN):
+        return {id(weight): rule for weight, rule in optimizer.rules.items()}
+    groups = optimizer.param_groups
+    if type(optimizer) not in KINDS or any(group.get(name) for group in groups for name in PLAIN):
         return {}
-    return dict.fromkeys(weights, UpdateRule(KINDS[type(optimizer)], group.get("eps", 0.0)))
+    kind = KINDS[type(optimizer)]
+    return {id(weight): UpdateRule(kind, group.get("eps", 0.0)) for group in groups for weight in group["params"]}
 
 
 def _is_whole(tables: list[TableBatchedEmbeddingSlice]) -> bool:
@@ -127,13 +128,16 @@ def _is_whole(tables: list[TableBatchedEmbeddingSlice]) -> bool:
 def _block(
     tables: list[TableBatchedEmbeddingSlice], optimizer: torch.optim.Optimizer, rules: Mapping[int, UpdateRule]
 ) -> _Block:
-    kind = rules[id(tables[0])].kind
-    joined = [_joined(tables, optimizer, name) for name in STATES.get(kind, {})]
+    rule = rules[id(tables[0])]
+    (group,) = (group for group in optimizer.param_groups if any(each is tables[0] for each in group["params"]))
+    joined = [_joined(tables, optimizer, name) for name in STATES.get(rule.kind, {})]
     states = [*joined, torch.empty(0), torch.empty(0)][:2]
     rows, dims = (np.array([table.shape[axis] for table in tables], dtype=np.int64) for axis in (0, 1))
     l2s = np.array([rules[id(table)].l2 for table in tables], dtype=np.float32)
     every = np.array([rules[id(table)].all_rows for table in tables], dtype=np.int64)
-    return _Block([id(table) for table in tables], tables[0]._original_tensor, rows, dims, l2s, every, states)
+    return _Block(
+        group, rule, [id(table) for table in tables], tables[0]._original_tensor, rows, dims, l2s, every, states
+    )
 
 
 def _joined(tables: list[TableBatchedEmbeddingSlice], optimizer: torch.optim.Optimizer, name: str) -> torch.Tensor:

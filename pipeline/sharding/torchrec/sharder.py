@@ -35,12 +35,13 @@ from pipeline.config.registry import from_extra, if_installed
 from pipeline.data.read.batch import ID_DTYPE, LENGTH_DTYPE
 from pipeline.devices.cpu.host_exchange import HostExchange
 from pipeline.embeddings.collection import Managed
+from pipeline.embeddings.table import RowUpdates
 from pipeline.runtime.errors import ShardingError
 from pipeline.runtime.process.comms_wait import clock_awaitable, waiting
 from pipeline.sharding.host_collectives import FeatureOrder, InOrder, exchange_on_host, skip_id_exchange
 from pipeline.sharding.table_storage import StorageGroup, TierSettings, storage_groups
 from pipeline.sharding.torchrec.cpu_tables import FusedLookup, fast_lookups, speed_up_cpu_tables
-from pipeline.sharding.torchrec.fbgemm_lookups import divide_weights_of_means
+from pipeline.sharding.torchrec.fbgemm_lookups import divide_weights_of_means, freeze
 from pipeline.sharding.torchrec.sharding_checks import check_sharding, optimizer_class_of
 from pipeline.sharding.torchrec.sparse_optimizer import configure_fbgemm
 from pipeline.sharding.torchrec.table_moments import tables_with_moments
@@ -68,6 +69,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
 
     tables_without_optimizer: list[str]
     update_rules: dict[str, UpdateRule]  # by table
+    row_updates: dict[str, RowUpdates]  # by table
     managed: ManagedTables | None = None
     has_tiers: bool = False  # whether any table has tiers, on any rank
     fused_lookup: FusedLookup | None = None  # of all tables, if one rank has them
@@ -75,7 +77,10 @@ class ShardedTables(ShardedEmbeddingBagCollection):
     def __init__(self, *, exchange: HostExchange | None = None, **arguments: Any) -> None:
         # set first, because TorchRec's constructor calls init_data_parallel
         self.exchange = exchange
+        weights = {name: bag.weight for name, bag in arguments["module"].embedding_bags.items()}
+        self.row_updates = {name: getattr(weight, "row_updates", RowUpdates()) for name, weight in weights.items()}
         super().__init__(**arguments)
+        freeze(self._lookups, self.row_updates)
         self._groups_of_lookups = [storage_groups(lookup) for lookup in self._lookups]
         order = FeatureOrder(self) if self.exchange is not None else None
         self._order = order if order is not None and order.is_complete and len(order.runs) > 1 else None
@@ -156,8 +161,14 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         ShardedEmbeddingBagCollection._pre_load_state_dict_hook(self, state_dict, prefix, *args)
 
     def init_data_parallel(self) -> None:
-        """Use no DDP for CPU ranks of one host, because GradientAverage averages their gradients."""
-        if self.exchange is None:
+        """Use no DDP for CPU ranks of one host, because GradientAverage averages their gradients.
+
+        DDP refuses modules of which nothing is trained.
+        """
+        freeze(self._lookups, self.row_updates)
+        pairs = zip(self._embedding_shardings, self._lookups, strict=True)
+        replicated = [lookup for sharding, lookup in pairs if isinstance(sharding, DpPooledEmbeddingSharding)]
+        if self.exchange is None and any(weight.requires_grad for each in replicated for weight in each.parameters()):
             super().init_data_parallel()
 
     def replicated_weights(self) -> list[nn.Parameter]:

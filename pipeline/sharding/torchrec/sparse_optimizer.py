@@ -9,6 +9,7 @@ its state are those of the fused optimizer, so that a checkpoint fits both.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from pipeline import devices
 from pipeline.config.optimizers import SparseOptimizerConfig, all_optimizers, find_optimizer
 from pipeline.config.tables import entry_name
 from pipeline.devices.base import in_host_memory
+from pipeline.embeddings.table import RowUpdates
 from pipeline.runtime.errors import ShardingError
 from pipeline.sharding.torchrec.flat_update import flat_update
 from pipeline.sharding.torchrec.update_rule import TouchedRows, UpdateRule
@@ -46,29 +48,39 @@ def check_sparse_optimizer(config: SparseOptimizerConfig) -> None:
 
 
 def apply_sparse_optimizer(
-    model: nn.Module, config: SparseOptimizerConfig, l2s: Mapping[str, float] | None = None
+    model: nn.Module, config: SparseOptimizerConfig, updates: Mapping[str, RowUpdates] | None = None
 ) -> None:
     """Attach the optimizer to each table, once, before planning and sharding.
 
-    l2s: the L2 penalties that differ from the default. Raises ShardingError if a penalty would be
+    updates: of the tables that differ from `config`. Raises ShardingError if an L2 penalty would be
     ignored.
     """
     check_sparse_optimizer(config)
-    l2s = l2s or {}
-    entry = find_optimizer(config.name)
-    kind = getattr(optim, entry.fused)
     for module in model.modules():
         if isinstance(module, EmbeddingBagCollection):
             for name, bag in module.embedding_bags.items():
-                weight = bag.weight
-                # A separate dict for each table, because TorchRec writes into it.
-                _apply_optimizer_in_backward(kind, [weight], _fused_kwargs(config))
-                if entry.cpu_kernel is not None:
-                    weight.update_rule = UpdateRule.of(config, l2s.get(name, 0.0), bag.num_embeddings)
-                elif l2s.get(name):
-                    raise ShardingError(
-                        f"tables.{entry_name(name)}.l2={l2s[name]:g}: {config.name} would ignore it; set it to 0"
-                    )
+                _attach(name, bag.weight, config, (updates or {}).get(name, RowUpdates()))
+
+
+def _attach(name: str, weight: nn.Parameter, config: SparseOptimizerConfig, updates: RowUpdates) -> None:
+    """Attach the optimizer of one table. A frozen table has SGD, because SGD has no state."""
+    if updates.frozen:
+        config, updates = SparseOptimizerConfig("sgd", config.lr), replace(updates, l2=0.0)
+    elif updates.weight_decay is not None:
+        config = replace(config, weight_decay=updates.weight_decay)
+    entry = find_optimizer(config.name)
+    # A separate dict for each table, because TorchRec writes into it.
+    _apply_optimizer_in_backward(getattr(optim, entry.fused), [weight], _fused_kwargs(config))
+    table: Any = weight
+    table.row_updates = updates
+    if updates.group:
+        # TorchRec puts tables with equal kwargs into one lookup, and removes this key before it
+        # builds the lookup. A lookup has one learning rate and one weight decay.
+        table._optimizer_kwargs[0]["_batch_key"] = updates.group
+    if entry.cpu_kernel is not None:
+        table.update_rule = UpdateRule.of(config, updates.l2, len(weight))
+    elif updates.l2:
+        raise ShardingError(f"tables.{entry_name(name)}.l2={updates.l2:g}: {config.name} would ignore it; set it to 0")
 
 
 def _fused_kwargs(config: SparseOptimizerConfig) -> dict[str, Any]:
@@ -120,10 +132,15 @@ class ReplicatedTablesOptimizer(KeyedOptimizer):
         params: dict[str, nn.Parameter],
         config: SparseOptimizerConfig,
         rules: Mapping[str, UpdateRule] | None = None,
+        updates: Mapping[str, RowUpdates] | None = None,
     ) -> None:
-        """rules: by table, the update rules of tables that need more than `config`."""
+        """rules: by table, the update rules of tables that need more than `config`. Tables whose
+        `updates` have different groups are in different groups of the optimizer."""
         by_weight = {weight: (rules or {}).get(key.split(".")[-2]) for key, weight in params.items()}
-        self._optimizer = _make_replicated(by_weight, config)
+        groups: dict[str, list[Any]] = {}
+        for key, weight in params.items():
+            groups.setdefault((updates or {}).get(key.split(".")[-2], RowUpdates()).group, []).append(weight)
+        self._optimizer = _make_replicated(by_weight, [{"params": group} for group in groups.values()], config)
         self._flat = flat_update(params, self._optimizer) if devices.current().has_kernels else None
         self._marks: dict[nn.Parameter, torch.Tensor] = {}
         states = find_optimizer(config.name).replicated_states or {}
@@ -183,7 +200,7 @@ class ReplicatedTablesOptimizer(KeyedOptimizer):
 
 
 def _make_replicated(
-    params: Mapping[nn.Parameter, UpdateRule | None], config: SparseOptimizerConfig
+    params: Mapping[nn.Parameter, UpdateRule | None], groups: list[dict[str, Any]], config: SparseOptimizerConfig
 ) -> torch.optim.Optimizer:
     """Return torch's optimizer if it changes only touched rows. Its state exists already."""
     entry = find_optimizer(config.name)
@@ -195,9 +212,9 @@ def _make_replicated(
             f"sharding.sharding_types, or use one of {known}"
         )
     if entry.cpu_kernel is not None:
-        rules = [rule or UpdateRule.of(config) for rule in params.values()]
-        if any(rule.is_lazy or rule.extras for rule in rules):
-            return TouchedRows(list(params), rules, config.lr)
+        rules = {weight: rule or UpdateRule.of(config) for weight, rule in params.items()}
+        if any(rule.is_lazy or rule.extras for rule in rules.values()):
+            return TouchedRows(groups, rules, config.lr)
     kwargs: dict[str, Any] = {"lr": config.lr}
     if entry.has_eps:
         kwargs["eps"] = config.eps
@@ -206,7 +223,7 @@ def _make_replicated(
     kind = entry.replicated()
     if kind is optim.RowWiseAdagrad and not in_host_memory(params):
         kind = RowWiseAdagradAtOnce
-    optimizer = kind(list(params), **kwargs)
+    optimizer = kind(groups, **kwargs)
     materialize_state(optimizer)
     return optimizer
 

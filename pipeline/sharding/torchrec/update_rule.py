@@ -13,7 +13,7 @@ contains no more information. SparseAdam and FBGEMM also update rows whose gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,29 +93,29 @@ STATES: dict[int, dict[str, bool]] = {
 
 
 class TouchedRows(torch.optim.Optimizer):
-    """Optimize a group of tables. `rules[i]` is for `weights[i]` [rows, dim] fp32; all rules are of one kind."""
+    """Optimize groups of tables, each [rows, dim] fp32. All rules are of one kind."""
 
-    def __init__(self, weights: Sequence[nn.Parameter], rules: Sequence[UpdateRule], lr: float) -> None:
-        super().__init__(list(weights), {"lr": lr})
-        self.rules, self.num_steps = list(rules), 0
-        for weight, rule in zip(weights, rules, strict=True):
+    def __init__(self, groups: list[dict[str, Any]], rules: Mapping[nn.Parameter, UpdateRule], lr: float) -> None:
+        super().__init__(groups, {"lr": lr})
+        self.rules, self.num_steps = rules, 0
+        for weight, rule in rules.items():
             for name, by_row in STATES.get(rule.kind, {}).items():
                 shape = (len(weight), 1) if by_row else weight.shape
                 self.state[weight][name] = torch.zeros(shape, dtype=torch.float32, device=weight.device)
 
     def updates_all(self, weight: nn.Parameter) -> bool:
         """Return whether a step also updates this table's untouched rows."""
-        (group,) = self.param_groups
-        return any(rule.all_rows for one, rule in zip(group["params"], self.rules, strict=True) if one is weight)
+        return self.rules[weight].all_rows
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
         self.num_steps += 1
-        (group,) = self.param_groups
-        for weight, rule in zip(group["params"], self.rules, strict=True):
-            if weight.grad is not None:
-                _update(weight, weight.grad, self.state[weight], rule, group["lr"], self.num_steps)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    rule, state = self.rules[weight], self.state[weight]
+                    _update(weight, weight.grad, state, rule, group["lr"], self.num_steps)
 
 
 def _update(
