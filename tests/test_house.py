@@ -167,6 +167,7 @@ UNTYPED = {
     "kind": "a dataclass that is known when it runs",
     "option ->": "dataclasses.field says Any too",
     "find ->": "a component of any kind",
+    "find_metric ->": "config does not import the models' base class",
     "from_extra ->": "a function of any signature",
     "if_installed ->": "a function of any signature",
     "options ->": "a compression kind's own settings",

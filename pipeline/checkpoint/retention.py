@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.checkpoint.steps import list_steps, read_manifest, step_path
-from pipeline.config.registry import components
+from pipeline.config.registry import FEATURE, components
 from pipeline.runtime.errors import DamagedError
 
 HIGHER_IS_BETTER = ("auc", "gauc", "ndcg_at_", "hit_rate_at_", "recall_at_", "mrr", "r2")
@@ -54,7 +54,7 @@ class Retention:
 def is_higher_better(metric: str) -> bool:
     """Return True if a higher `metric` is better. `metric` may be <label>/<metric>, or a registered
     metric."""
-    name = metric_of(metric)
+    name = metric_of(metric).partition(FEATURE)[0]
     if name in (registered := components("metric")):
         return bool(registered[name].higher_is_better)
     return name.startswith(HIGHER_IS_BETTER)

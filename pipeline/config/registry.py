@@ -101,6 +101,14 @@ def find(kind: str, name: str, key: str = "") -> Any:
     return known[name]
 
 
+FEATURE = ":"  # of a metric's name: gauc:user measures within the values of the feature `user`
+
+
+def find_metric(name: str, key: str) -> Any:
+    """Return the class of a metric by its name, which may end in a feature. Raises ConfigError as find."""
+    return find("metric", name.partition(FEATURE)[0], key)
+
+
 def load_plugins(packages: Iterable[str]) -> None:
     """Import packages with their modules, or single modules. Their components are then registered.
     Raises ConfigError if one of them cannot be imported."""

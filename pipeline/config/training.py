@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from pipeline.config.registry import find
+from pipeline.config.registry import find, find_metric
 from pipeline.runtime.errors import (
     ConfigError,
     check_above,
@@ -466,7 +466,7 @@ class TrainerConfig:
                 f"trainer.gradient_accumulation_steps={steps} micro-batches; {nearest} does"
             )
         for name in self.metrics:
-            find("metric", name, "trainer.metrics")
+            find_metric(name, "trainer.metrics")
         check_choice("trainer.precision", self.precision, PRECISIONS)
         check_choice("trainer.pipeline", self.pipeline, TRAIN_PIPELINES)
         check_choice("trainer.non_finite_loss", self.non_finite_loss, NON_FINITE_POLICIES)

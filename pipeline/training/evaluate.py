@@ -35,7 +35,7 @@ from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.signature import requiring
 from pipeline.sharding.compat import allow_untested_versions
 from pipeline.training.evaluation import Collector, evaluate_model, open_stats
-from pipeline.training.preflight import checkpoint_folder
+from pipeline.training.preflight import check_metric_features, checkpoint_folder
 from pipeline.training.readers import on_all_ranks, open_reader
 from pipeline.training.run_state import chosen_step, load_trained_job
 from pipeline.training.sharded_model import ShardedModel, build_sharded_model, open_replicas, resolve
@@ -58,6 +58,7 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     if job.other_data:
         dataset = dataset.with_features(*feature_names(trained.data))
     resolved = resolve(trained, dataset, context)
+    check_metric_features(trained, resolved.dataset)
     reader = on_all_ranks(
         lambda: open_reader(resolved, job.split, context, job.global_batch_size, every_row=True), context
     )

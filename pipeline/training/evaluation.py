@@ -117,6 +117,11 @@ def clicks_of(task: Task, prediction: Any) -> dict[str, Any]:
     return {"": prediction} if hasattr(prediction, "logits") else {}
 
 
+def numbers_of(task: Task, prediction: Any) -> dict[str, Any]:
+    """Return label prefix -> predictions of each label that is a number; their logits are values."""
+    return dict(task.numbers(prediction)) if isinstance(task, LabelsTask) else {}
+
+
 class _Measures:
     """The task's own metrics, the named and grouped metrics of each binary label, and collectors."""
 
@@ -131,14 +136,14 @@ class _Measures:
     ) -> None:
         self._task, self._collectors = task, collectors
         self._own = task.evaluation_measure(context, reader.batch_size)
-        self._named = NamedMetrics(context, named_metrics)
+        self._named = NamedMetrics(context, named_metrics, reader.num_rows)
         self._groups = _Groups(context, list(group_metrics_at)) if getattr(reader, "has_groups", False) else None
 
     def update(self, prediction: Any, batch: Batch) -> None:
         """Add a batch. Local."""
         self._own.update(prediction)
         clicks = clicks_of(self._task, prediction)
-        self._named.update(clicks)
+        self._named.update(clicks, batch, numbers_of(self._task, prediction))
         if self._groups:
             self._groups.update(clicks, batch.groups)
         for collector in self._collectors:

@@ -13,6 +13,7 @@ from pipeline.config.data import check_batch_geometry
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.train import PlanJob, TrainJob
 from pipeline.config.optimizers import SparseOptimizerConfig, all_optimizers, find_optimizer
+from pipeline.config.registry import FEATURE
 from pipeline.config.tables import expand_patterns, rows_of_features
 from pipeline.config.training import CheckpointConfig
 from pipeline.data.dataset import FILE_NAME, Dataset, check_multi_hot, check_split, load_dataset
@@ -23,7 +24,7 @@ from pipeline.embeddings.limits import check_batch_fits_comms, check_widths
 from pipeline.embeddings.table import Table
 from pipeline.planner.plan_record import find_plan_file
 from pipeline.planner.resolved_job import ResolvedJob, resolve_job
-from pipeline.runtime.errors import DamagedError, TrainingError
+from pipeline.runtime.errors import DamagedError, TrainingError, did_you_mean
 from pipeline.runtime.shell_words import command
 from pipeline.runtime.storage import storage
 
@@ -65,6 +66,7 @@ def check_resolved(resolved: ResolvedJob) -> None:
             f"tables.{min(tables, key=lambda table: table.num_embeddings).config_name}.compression.kind=none"
         )
     check_widths(plain)
+    check_metric_features(job, resolved.dataset)
     for size in (job.trainer.micro_batch_size, job.trainer.evaluate_batch_size or job.trainer.global_batch_size):
         check_batch_fits_comms(job.comms, size // world_size, plain)
     table_optimizer_of(job, job.hardware.compute_device)
@@ -72,6 +74,18 @@ def check_resolved(resolved: ResolvedJob) -> None:
         check_optimizer_on_cpu(job.optimizer.sparse, plain, job.sharding.fast_cpu)
     if job.planner.kind == "file":
         find_plan_file(job.planner.plan_file, f"python -m pipeline plan <this job's overrides> world_size={world_size}")
+
+
+def check_metric_features(job: TrainJob, dataset: Dataset) -> None:
+    """Raise TrainingError if a metric's name ends in a feature that the data set lacks."""
+    known = dataset.sparse_feature_names
+    for name in job.trainer.metrics:
+        feature = name.partition(FEATURE)[2]
+        if feature and feature not in known:
+            raise TrainingError(
+                f"metrics={name}: {feature!r} is not a categorical feature of data set {dataset.name!r}"
+                f"{did_you_mean(feature, known)}; it has {', '.join(known[:20])}"
+            )
 
 
 def load_or_describe(job: TrainJob) -> Dataset:

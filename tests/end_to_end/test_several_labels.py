@@ -103,7 +103,7 @@ def _job(folder: Path, run: Path, *more: str) -> list[str]:
 
 
 def _evaluate(rank: int, run: str) -> dict[str, float]:
-    words = [f"run={run}", "split=validation", "importance_rows=256", "slices=[user]"]
+    words = [f"run={run}", "split=validation", "importance_rows=256", "slices=[user]", "metrics=[xauc]"]
     summary = evaluate(load_config(EvaluateJob, words))
     print(text := train_summary.describe_evaluation(summary))
     assert all(f"NE of {label} rises by" in text and f"slices {label}: by user" in text for label in ("click", "order"))
@@ -136,7 +136,9 @@ def test_each_label_is_measured_by_its_name_and_learns(ranks: RankPool, trained:
     assert [each.label for each in (stats, *stats.others)] == ["click", "order"]
     assert [each.blocks.rows.sum() for each in (stats, *stats.others)] == [400, metrics["order/num_samples"]]
     measured = ranks.run(1, _evaluate, trained.run_dir)[0]
+    xaucs = {name.removesuffix("/xauc"): measured.pop(name) for name in list(measured) if name.endswith("/xauc")}
     assert measured == pytest.approx(metrics, abs=2e-4)
+    assert list(xaucs) == LABELS and min(xaucs.values()) > 0.5 and xaucs["order"] == pytest.approx(metrics["order/auc"])
 
     importance = json.loads(Path(trained.run_dir, "importance.json").read_text())
     order = importance["others"]["order"]

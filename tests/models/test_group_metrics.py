@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from pipeline.devices.process_group import init_distributed
-from pipeline.models.tasks.group_metrics import GroupMeasure, group_metrics
+from pipeline.models.metrics.groups import group_metrics
+from pipeline.models.tasks.group_metrics import GroupMeasure
 from tests.support.ranks import RankPool
 
 AT = [1, 3, 10]

@@ -98,6 +98,7 @@ def test_training_can_stop_and_keep_steps_by_a_named_metric() -> None:
         ],
     )
     assert {"ece", "brier"} <= set(job.metrics)
+    assert is_higher_better("gauc:user") and is_higher_better("seconds/xauc") and not is_higher_better("segmented_ne:a")
     assert not is_higher_better("brier") and not is_higher_better("click/ece") and is_higher_better("click/auc")
 
 
@@ -108,6 +109,13 @@ def test_training_can_stop_and_keep_steps_by_a_named_metric() -> None:
         (EvaluateJob, ["run=r", "metrics=[ece2]"], "metrics='ece2' ece plugins"),
         (TrainJob, ["experiment=user_item_two_tower", "trainer.metrics=[ece]"], "trainer.metrics ece model=two_tower"),
         (TrainJob, ["data=quickstart", "trainer.metrics=[ece,ece]"], "trainer.metrics ece twice"),
+        (
+            TrainJob,
+            ["data=quickstart", "trainer.metrics=[gauc]"],
+            "trainer.metrics gauc gauc:user_id data.group_column",
+        ),
+        (TrainJob, ["data=quickstart", "trainer.metrics=[ece:user]"], "trainer.metrics ece no groups"),
+        (EvaluateJob, ["run=r", "metrics=[guac:user]"], "metrics='guac' gauc"),
     ],
 )
 def test_a_name_that_measures_nothing_is_refused(kind: type, words: list[str], named: str) -> None:

@@ -12,13 +12,17 @@ from pipeline.config.retraining import GateConfig
 from pipeline.data.quality import auc, log_losses, normalized_entropy
 from pipeline.data.targets import Target
 from pipeline.devices.process_group import init_distributed
+from pipeline.extras.models.metrics.gauc import GroupedAuc
+from pipeline.extras.models.metrics.recalibrated_ne import RecalibratedNe
+from pipeline.extras.models.metrics.segmented_ne import SegmentedNe
+from pipeline.extras.models.metrics.xauc import Xauc
 from pipeline.extras.models.tasks.retrieval_metrics import RetrievalMetrics, RetrievalPrediction
 from pipeline.extras.runs import permutation
 from pipeline.extras.runs.evaluation_stats import Blocks, summarize_rows
 from pipeline.models.metrics.brier import Brier
 from pipeline.models.metrics.ece import ExpectedCalibrationError
+from pipeline.models.metrics.groups import group_metrics
 from pipeline.models.tasks.click_metrics import ScoreCounts, auprc
-from pipeline.models.tasks.group_metrics import group_metrics
 from pipeline.retraining.gate import HeldScores, Scores, judge
 from pipeline.retraining.statistics import _quantiles
 from pipeline.serving.artifact.task_quality import LabelledRows, compare, qualities
@@ -59,8 +63,11 @@ def measures(rows: Rows) -> dict[str, Any]:
     }
     found |= {name: getattr(blocks, name).tolist() for name in Blocks.__annotations__ if name != "rows"}
     found |= {f"groups {k}": v for k, v in group_metrics(groups, logits, labels, [1, 3, 10], weights).items()}
-    for metric in (Brier(), ExpectedCalibrationError()):
+    for metric in (Brier(), ExpectedCalibrationError(), RecalibratedNe()):
         found[type(metric).__name__] = metric.value(metric.sums(scores, labels.astype(float), wide))
+    for grouped in (GroupedAuc(), SegmentedNe(), Xauc()):
+        sums = grouped.sums_of_groups(scores, rows["blocks"] if grouped.of_all_rows else labels, wide, groups)
+        found[type(grouped).__name__] = grouped.value(sums)
     return found | _of_the_gate(rows) | _of_the_certificate(scores, rows)
 
 

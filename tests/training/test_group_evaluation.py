@@ -111,7 +111,7 @@ def error_of_evaluation(rank: int, words: list[str], interrupted: bool) -> str:
 def test_evaluate_gives_equal_group_metrics_and_rows_on_one_and_two_ranks(
     ranks: RankPool, trained: TrainSummary, folder: Path, tmp_path: Path
 ) -> None:
-    words = [f"run={trained.run_dir}", "split=test"]
+    words = [f"run={trained.run_dir}", "split=test", "metrics=[gauc:kind,segmented_ne:kind,recalibrated_ne,xauc]"]
     one, two = (
         ranks.run(
             size,
@@ -121,6 +121,8 @@ def test_evaluate_gives_equal_group_metrics_and_rows_on_one_and_two_ranks(
         for size in (1, 2)
     )
     assert one.metrics == pytest.approx(two.metrics, abs=1e-6)
+    assert one.metrics["xauc"] == pytest.approx(one.metrics["auc"]) and 0.5 < one.metrics["gauc:kind"] <= 1.0
+    assert one.metrics["recalibrated_ne"] < one.metrics["ne"] < one.metrics["segmented_ne:kind"]
     assert mentions(train_summary.describe_evaluation(one), "gauc ndcg_at_2 hit_rate_at_5 num_one_class_groups")
 
     rows, same = (pq.read_table(tmp_path / f"{size}.parquet") for size in (1, 2))
@@ -160,10 +162,11 @@ def test_evaluate_gives_equal_group_metrics_and_rows_on_one_and_two_ranks(
     assert first.calibration[0] == pytest.approx(its.sum() / mine.sum(), abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["itm", "user", "item*itm"])
-def test_a_slice_by_an_unknown_feature_is_refused(ranks: RankPool, trained: TrainSummary, name: str) -> None:
-    (error,) = ranks.run(1, error_of_evaluation, [f"run={trained.run_dir}", f"slices=[{name}]"], False)
-    assert mentions(error, f"ConfigError slices {name.rpartition('*')[2]} item kind")
+@pytest.mark.parametrize("word", ["slices=[itm]", "slices=[user]", "slices=[item*itm]", "metrics=[gauc:itm]"])
+def test_an_unknown_feature_is_refused(ranks: RankPool, trained: TrainSummary, word: str) -> None:
+    (error,) = ranks.run(1, error_of_evaluation, [f"run={trained.run_dir}", word], False)
+    key, _, rest = word.partition("=")
+    assert mentions(error, f"{key} {rest.strip('[]').replace(':', '*').rpartition('*')[2]} item kind")
 
 
 def test_a_file_of_rows_appears_complete_and_replaces_only_its_own(

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.config.data import QUOTES, SPLITS, check_encoding, checked_delimiter
 from pipeline.config.jobs.job import Job, PathsConfig, job_of
-from pipeline.config.registry import find
+from pipeline.config.registry import find, find_metric
 from pipeline.config.serving import (
     DENSE_PRECISIONS,
     BatchingConfig,
@@ -68,7 +68,7 @@ class EvaluateJob(Job):
         if self.predictions is not None and not self.predictions.endswith(".parquet"):
             raise ConfigError(f"predictions={self.predictions} must end in .parquet")
         for name in self.metrics:
-            find("metric", name, "metrics")
+            find_metric(name, "metrics")
         if twice := [name for name in self.slices if self.slices.count(name) > 1]:
             raise ConfigError(f"slices={self.slices} names {twice[0]} twice: name each once")
         check_at_least("importance_rows", self.importance_rows, 0)

@@ -13,6 +13,7 @@ from pipeline.config.jobs.job import Job, PathsConfig, job_of
 from pipeline.config.model import ModelConfig
 from pipeline.config.optimizers import OptimizerConfig
 from pipeline.config.planner import HardwareConfig, PlannerConfig, TargetConfig
+from pipeline.config.registry import FEATURE, find_metric
 from pipeline.config.serving import PRECISIONS
 from pipeline.config.tables import TableConfig
 from pipeline.config.training import (
@@ -218,8 +219,10 @@ class TrainJob(Job):
                 metrics = ("loss", *metrics)
             prefix = f"{name}/" if len(learnt) > 1 else ""
             found += [prefix + metric for metric in metrics]
-            added = (*self.trainer.metrics, *self._group_metrics()) if kind == "binary" and "auc" in metrics else ()
-            found += [prefix + metric for metric in added]
+            if kind != "binary" or "auc" in metrics:
+                of_kind = "binary" if kind == "binary" else "number"
+                named = [name for name in self.trainer.metrics if of_kind in find_metric(name, "trainer.metrics").kinds]
+                found += [prefix + metric for metric in (*named, *(self._group_metrics() if kind == "binary" else ()))]
         return tuple(found)
 
     def _group_metrics(self) -> tuple[str, ...]:
@@ -251,6 +254,8 @@ class TrainJob(Job):
     def _check_metrics(self) -> None:
         if len(set(self.trainer.metrics)) < len(self.trainer.metrics):
             raise ConfigError(f"trainer.metrics={self.trainer.metrics} names a metric twice: name each once")
+        for name in self.trainer.metrics:
+            self._check_groups(name)
         named = {name.rpartition("/")[2] for name in self.metrics}
         if absent := [name for name in self.trainer.metrics if name not in named]:
             raise ConfigError(
@@ -260,6 +265,19 @@ class TrainJob(Job):
         check_choice(f"trainer.early_stop.metric (model={self.model.kind})", self.early_stop_metric, self.metrics)
         check_choice(f"checkpoint.best_metric (model={self.model.kind})", self.best_metric, self.metrics)
         check_choice(f"schedule.plateau.metric (model={self.model.kind})", self.plateau_metric, self.metrics)
+
+    def _check_groups(self, name: str) -> None:
+        metric, feature = find_metric(name, "trainer.metrics"), name.partition(FEATURE)[2]
+        has_groups = hasattr(metric, "sums_of_groups")
+        if feature and not has_groups:
+            raise ConfigError(
+                f"trainer.metrics={name}: {name.partition(FEATURE)[0]} has no groups; leave :{feature} out"
+            )
+        if has_groups and not (feature or metric.of_all_rows or self.data.group_column):
+            raise ConfigError(
+                f"trainer.metrics={name} measures groups of rows: name a feature, as in {name}:user_id, or prepare the "
+                "data with data.group_column"
+            )
 
 
 @job_of("plan")

@@ -6,5 +6,6 @@ Each file is one model, as in pipeline/models, and uses the layers, tasks and ba
 COMPONENTS = {
     "model": "pipeline.extras.models",
     "task": "pipeline.extras.models.tasks",
+    "metric": "pipeline.extras.models.metrics",
     "loss": "pipeline.extras.models.tasks.regression_losses",
 }

@@ -18,14 +18,14 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.config.jobs.train import TrainJob
-from pipeline.config.registry import find
+from pipeline.config.registry import find_metric
 from pipeline.data.dataset import Dataset
 from pipeline.data.quality import Floats, auc, binary_entropy, log_losses, probabilities
 from pipeline.data.read.batch import Batch, first_ids
 from pipeline.data.read.reader import ShardReader
 from pipeline.extras.runs.evaluation_stats import auc_terms
 from pipeline.extras.runs.report_features import value_names
-from pipeline.models.metrics.metric import Metric
+from pipeline.models.metrics.metric import GroupMetric, Metric
 from pipeline.models.tasks.click_metrics import EXACT_ROWS, gather_to_main
 from pipeline.planner.explain import print_grid
 from pipeline.runtime.errors import ConfigError, TrainingError, did_you_mean
@@ -38,11 +38,13 @@ SUFFIX = ".slices.json"
 MAX_VALUES = 50  # of each slice in the file and on the page; further values are one row
 MAX_PRINTED = 10
 NUM_PARTS = 10  # of a number
+FEW = 10
 ALL, CROSS = "all rows", "*"
 HEADINGS = ("value", "rows", "label rate", "prediction", "calibration", "NE", "AUC")
 
 
-# a number and its standard error; None if it is undefined, as the AUC of rows with equal labels
+# A number, None if it is undefined, as the AUC of rows with equal labels. Its standard error, None
+# with fewer than FEW rows of a label, because the error of so few rows is unknown.
 Estimate = tuple[float | None, float | None]
 
 
@@ -65,7 +67,7 @@ class SliceOfRows:
     def cells(self) -> list[str]:
         """Return the texts of HEADINGS, and of the named metrics."""
         known = (
-            "-" if value is None or error is None else f"{value:.4f} ± {2 * error:.4f}"
+            fixed(value) if value is None or error is None else f"{value:.4f} ± {2 * error:.4f}"
             for value, error in (self.calibration, self.ne, self.auc)
         )
         means = (fixed(value) for value in (self.label_rate, self.prediction))
@@ -132,7 +134,8 @@ class SliceRows:
         self._dense = [name for name in self._columns if name in dataset.dense_features]
         for name in self._columns:
             _check(name, dataset, reader.plain_features)
-        self._metrics: dict[str, Metric] = {name: find("metric", name, "metrics")() for name in job.trainer.metrics}
+        metrics: dict[str, Metric] = {name: find_metric(name, "metrics")() for name in job.trainer.metrics}
+        self._metrics = {name: each for name, each in metrics.items() if not isinstance(each, GroupMetric)}
         self._stride = -(-reader.num_rows // EXACT_ROWS)
         self._positions = reader.positions(epoch=0)
         self._values: list[torch.Tensor] = []  # [rows, columns] float64, which holds each id exactly
@@ -230,10 +233,11 @@ def measure(logits: Floats, labels: Floats, weights: Floats) -> tuple[Estimate, 
     weight, positives, scores = weights.sum(), (weights * labels).sum(), probabilities(logits)
     rate, many = positives / weight, len(labels) / max(1, len(labels) - 1)
     none: Estimate = (None, None)
+    is_few = min(np.count_nonzero(labels), np.count_nonzero(labels == 0)) < FEW
 
     def estimate(value: float, influences: Floats) -> Estimate:
         """influences: by how much each row moves the value, to first order."""
-        return float(value), math.sqrt(many * float(np.square(influences).sum()))
+        return float(value), None if is_few else math.sqrt(many * float(np.square(influences).sum()))
 
     if not positives:
         return none, none, none

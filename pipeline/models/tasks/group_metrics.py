@@ -1,16 +1,9 @@
-"""Measure GAUC, NDCG@k and hit rate@k within groups, and metrics by name, over all ranks.
-
-GAUC is the mean of the groups' AUCs, weighted by their rows (Zhou et al. 2018, Deep Interest
-Network, section 6.2). A row of weight w occupies w positions of the ranking. If only a part of a
-row is within the first k positions, only this part counts. NamedMetrics are those of
-trainer.metrics, for each binary label.
-"""
+"""Measure metrics of groups, and metrics by name, over all ranks."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,181 +11,187 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from pipeline.config.registry import find
-from pipeline.data.quality import Floats
-from pipeline.models.metrics.metric import Metric
-from pipeline.models.tasks.click_metrics import gather_to_main
+from pipeline.config.registry import FEATURE, find_metric
+from pipeline.data.quality import Floats, probabilities
+from pipeline.data.read.batch import Batch, first_ids
+from pipeline.models.metrics.groups import group_sums, metrics_of
+from pipeline.models.metrics.metric import GroupMetric, Metric
 from pipeline.runtime.process.distributed import DistributedContext
+
+NUM_PARTS = 64
+PAIRED_ROWS = 1 << 20  # of a metric of pairs: with more rows, only pairs within a part of the batches count
+# groups, outputs, labels and weights [rows] -> sums [k], of a part with all rows of its groups
+OfPart = Callable[[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]], Floats]
+
+
+class GroupedRows:
+    """Keep each row's group, output, label and weight (20 bytes), and add up sums over groups.
+
+    A hash assigns each group to one of NUM_PARTS parts, and each part to a rank, which gets all rows
+    of the part. So the ranks share the memory and the work, and a part's sums do not depend on the
+    number of ranks.
+    """
+
+    def __init__(self, context: DistributedContext) -> None:
+        self._context = context
+        self._groups: list[torch.Tensor] = []
+        self._rows: list[torch.Tensor] = []  # [rows, 3]
+
+    def add(self, groups: torch.Tensor, prediction: Any, with_missing: bool = True) -> None:
+        """Local: add a batch. groups: [batch] int64. with_missing: rows of group 0 count too."""
+        weights = prediction.sample_weights.cpu()
+        kept = (weights > 0) if with_missing else (weights > 0) & (groups != 0)
+        self._groups.append(groups[kept])
+        columns = [prediction.logits.cpu(), prediction.labels.cpu(), weights]
+        self._rows.append(torch.stack([column[kept].float() for column in columns], dim=1))
+
+    def sums(self, functions: Sequence[OfPart]) -> list[Floats]:
+        """Collective: return the sums of each function over all parts, equal on every rank."""
+        no_rows = np.zeros(0, np.float32)
+        sizes = [len(function(np.zeros(0, np.int64), no_rows, no_rows, no_rows)) for function in functions]
+        found = torch.zeros((NUM_PARTS, sum(sizes)), dtype=torch.float64)
+        for part, groups, rows in self._parts():
+            found[part] = torch.from_numpy(np.concatenate([function(groups, *rows.T) for function in functions]))
+        found = found.to(self._context.device)
+        if self._context.world_size > 1:
+            dist.all_reduce(found)  # only one rank has a part, so nothing is rounded
+        return np.split(found.cpu().numpy().sum(axis=0), np.cumsum(sizes)[:-1])
+
+    def _parts(self) -> list[tuple[int, NDArray[np.int64], NDArray[np.float32]]]:
+        """Collective: return the parts of this rank: number, groups [n] and rows [n, 3]."""
+        size = self._context.world_size
+        groups = torch.cat(self._groups) if self._groups else torch.zeros(0, dtype=torch.int64)
+        rows = torch.cat(self._rows) if self._rows else torch.zeros((0, 3))
+        if size > 1:
+            to_rank = torch.from_numpy(_part_of(groups.numpy()) % size)
+            by_rank, counts = torch.argsort(to_rank), torch.bincount(to_rank, minlength=size)
+            groups, rows = (_exchanged(each[by_rank], counts, self._context) for each in (groups, rows))
+        part = _part_of(groups.numpy())
+        order = np.argsort(part, kind="stable")
+        numbers, begins = np.unique(part[order], return_index=True)
+        split = (np.split(each.numpy()[order], begins[1:]) for each in (groups, rows))
+        return list(zip(numbers.tolist(), *split, strict=True)) if len(numbers) else []
+
+
+def _part_of(groups: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the part of each group: the upper bits of a multiplicative hash (Knuth 1998, section 6.4)."""
+    hashes = groups.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return (hashes >> np.uint64(64 - NUM_PARTS.bit_length() + 1)).astype(np.int64)
+
+
+def _exchanged(rows: torch.Tensor, counts: torch.Tensor, context: DistributedContext) -> torch.Tensor:
+    """Collective: send counts[r] of the rows, which are in the order of ranks, to each rank r.
+    Return the rows that this rank gets."""
+    sent = counts.to(context.device)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    out = torch.empty((int(received.sum()), *rows.shape[1:]), dtype=rows.dtype, device=context.device)
+    dist.all_to_all_single(out, rows.to(context.device).contiguous(), received.tolist(), counts.tolist())
+    return out.cpu()
 
 
 class GroupMeasure:
-    """Keep each row's group, logit, label and weight (17 bytes), and gather them on rank 0."""
+    """Measure gauc, ndcg_at_<k>, hit_rate_at_<k> of groups (pipeline.models.metrics.groups)."""
 
     def __init__(self, context: DistributedContext, at: list[int]) -> None:
-        self._context, self._at = context, at
-        self._groups: list[torch.Tensor] = []
-        self._logits: list[torch.Tensor] = []
-        self._labels: list[torch.Tensor] = []
-        self._weights: list[torch.Tensor] = []
+        self._rows, self._at = GroupedRows(context), at
 
     def update(self, prediction: Any, groups: torch.Tensor | None) -> None:
         """Local: add a batch of logits, labels and sample_weights, each [batch]. Rows of group 0 belong to no group."""
-        if groups is None:
-            return
-        weights = prediction.sample_weights.cpu()
-        real = (weights > 0) & (groups != 0)
-        self._groups.append(groups[real])
-        self._logits.append(prediction.logits.cpu()[real])
-        self._labels.append(prediction.labels.cpu()[real].to(torch.uint8))
-        self._weights.append(weights[real].float())
+        if groups is not None:
+            self._rows.add(groups, prediction, with_missing=False)
 
     def compute(self) -> dict[str, float]:
-        """Collective: return the metrics (see group_metrics), equal on every rank."""
-        kinds = (torch.int64, torch.float32, torch.uint8, torch.float32)
-        parts = zip((self._groups, self._logits, self._labels, self._weights), kinds, strict=True)
-        local = [torch.cat(part) if part else torch.empty(0, dtype=kind) for part, kind in parts]
-        groups, logits, labels, weights = (gather_to_main(values, self._context).numpy() for values in local)
-        names = list(group_metrics(groups[:0], logits[:0], labels[:0], self._at))
-        values = torch.zeros(len(names), dtype=torch.float64)
-        if self._context.is_main:
-            found = group_metrics(groups, logits, labels, self._at, weights)
-            values = torch.tensor([found[name] for name in names], dtype=torch.float64)
-        values = values.to(self._context.device)
-        dist.broadcast(values, src=0)
-        return {
-            name: int(value) if name.startswith("num_") else value
-            for name, value in zip(names, values.tolist(), strict=True)
-        }
+        """Collective: return the metrics (see groups.group_metrics), equal on every rank."""
 
+        def of_part(groups: NDArray[np.int64], logits: Any, labels: Any, weights: Any) -> Floats:
+            return group_sums(groups, logits, labels, self._at, weights)
 
-def group_metrics(
-    groups: NDArray[np.int64],
-    scores: NDArray[np.floating],
-    labels: NDArray[np.number],
-    at: list[int],
-    weights: NDArray[np.floating] | None = None,
-) -> dict[str, float]:
-    """Return gauc, ndcg_at_<k>, hit_rate_at_<k>, num_groups and num_one_class_groups of rows [n].
-
-    weights: of the rows, 1 by default.
-
-    Each group counts once in ndcg and hit rate. A group with labels of one class is left out of all
-    metrics and only counted. For rows with equal scores the mean over all their orders is used, so
-    the order of rows does not matter. Metrics are NaN if every group is left out.
-    """
-    ties, num_groups = _ties_of(groups, scores, labels, np.ones(len(labels)) if weights is None else weights)
-    positives, rows = ties.total(ties.positives), ties.total(ties.sizes)
-    ranked = (positives > 0) & (positives < rows)
-    found = {"gauc": _mean(_aucs(ties, positives, rows)[ranked], rows[ranked])}
-    found |= {f"ndcg_at_{k}": _mean(_ndcg(ties, positives, k)[ranked]) for k in at}
-    found |= {f"hit_rate_at_{k}": _mean(_hits(ties, k)[ranked]) for k in at}
-    return found | {"num_groups": num_groups, "num_one_class_groups": int(num_groups - ranked.sum())}
-
-
-@dataclass(frozen=True)
-class _Ties:
-    """Hold ties: runs of rows of one group with equal scores, sorted by group, then best first.
-
-    All fields are [num_ties], except `firsts` [num_groups]. Rows and positives count by weight.
-    """
-
-    sizes: Floats
-    positives: Floats
-    before: Floats  # rows of the group with a higher score
-    positives_before: Floats
-    firsts: NDArray[np.int64]  # the index of each group's first run
-
-    def total(self, values: Floats) -> Floats:
-        """Return [num_groups]: the sum of `values` [num_ties] over the ties of each group."""
-        sums: Floats = np.add.reduceat(values, self.firsts) if len(self.firsts) else np.zeros(0)
-        return sums
-
-
-def _ties_of(
-    groups: NDArray[np.int64], scores: NDArray[np.floating], labels: NDArray[np.number], weights: NDArray[np.floating]
-) -> tuple[_Ties, int]:
-    order = np.lexsort((-scores, groups))
-    groups, scores, labels, weights = groups[order], scores[order], labels[order], weights[order].astype(np.float64)
-    new_group = np.append(True, groups[1:] != groups[:-1])[: len(groups)]
-    new_tie = new_group.copy()
-    new_tie[1:] |= scores[1:] != scores[:-1]
-    starts = np.flatnonzero(new_tie)
-    sizes, positives = (
-        np.add.reduceat(values, starts) if len(starts) else np.zeros(0) for values in (weights, weights * labels)
-    )
-    firsts = np.flatnonzero(new_group[starts])
-    group_of = np.cumsum(new_group[starts]) - 1
-    before, positives_before = (np.cumsum(values) - values for values in (sizes, positives))
-    before, positives_before = (values - values[firsts][group_of] for values in (before, positives_before))
-    return _Ties(sizes, positives, before, positives_before, firsts), len(firsts)
-
-
-def _aucs(ties: _Ties, positives: Floats, rows: Floats) -> Floats:
-    """Return the AUC of each group [num_groups]. The value of a group with one class has no meaning."""
-    above = (ties.sizes - ties.positives) * (ties.positives_before + ties.positives / 2)
-    pairs = positives * (rows - positives)  # below 1 if weights are small
-    aucs: Floats = ties.total(above) / np.where(pairs > 0, pairs, 1.0)
-    return aucs
-
-
-def _ndcg(ties: _Ties, positives: Floats, k: int) -> Floats:
-    """Return the NDCG of each group [num_groups]. Rows with equal scores share their positives
-    evenly over their positions (McSherry, Najork 2008).
-    """
-    discounts = np.concatenate([[0.0], np.cumsum(1.0 / np.log2(np.arange(k) + 2.0))])
-    places = np.arange(k + 1.0)
-    first, last, best = (np.interp(at, places, discounts) for at in (ties.before, ties.before + ties.sizes, positives))
-    gains = ties.positives / ties.sizes * (last - first)
-    ndcg: Floats = ties.total(gains) / np.where(best > 0, best, 1.0)
-    return ndcg
-
-
-def _hits(ties: _Ties, k: int) -> Floats:
-    """Return [num_groups]: the probability that a positive is among the first k, over all orders of equal scores."""
-    end = ties.before + ties.sizes
-    missed = np.where((ties.positives > 0) & (end <= k), 0.0, 1.0)
-    for run in np.flatnonzero((ties.before < k) & (end > k) & (ties.positives > 0)):
-        # without replacement: the chance that each of the first places goes to a negative
-        places = k - ties.before[run]
-        taken = np.arange(math.ceil(places))
-        left = np.maximum(ties.sizes[run] - ties.positives[run] - taken, 0.0) / (ties.sizes[run] - taken)
-        chances = np.append(1.0, np.cumprod(left))
-        missed[run] = np.interp(places, np.arange(len(chances)), chances)
-    products = np.multiply.reduceat(missed, ties.firsts) if len(ties.firsts) else np.zeros(0)
-    hits: Floats = 1.0 - products
-    return hits
-
-
-def _mean(values: Floats, weights: Floats | None = None) -> float:
-    return float(np.average(values, weights=weights)) if len(values) else math.nan
+        (sums,) = self._rows.sums([of_part])
+        return metrics_of(sums, self._at)
 
 
 class NamedMetrics:
-    """Add up the sums of registered metrics over the batches of an evaluation."""
+    """Measure registered metrics. A name is a metric's, or a metric's and a feature's, such as
+    gauc:user, whose first ids are the groups.
+    """
 
-    def __init__(self, context: DistributedContext, names: Sequence[str]) -> None:
-        """Raises ConfigError if a name is not registered."""
+    def __init__(self, context: DistributedContext, names: Sequence[str], num_rows: int = 0) -> None:
+        """num_rows: of the split. Raises ConfigError if a name is not registered."""
         self._context = context
-        self._metrics: dict[str, Metric] = {name: find("metric", name, "trainer.metrics")() for name in names}
-        self._sums: dict[str, Floats] = {}
+        self._metrics: dict[str, Metric] = {name: find_metric(name, "trainer.metrics")() for name in names}
+        self._sums: dict[tuple[str, str], Floats] = {}  # of a label's prefix and a metric
+        self._rows: dict[tuple[str, str, bool], GroupedRows] = {}  # of a prefix and a source of groups; is it binary
+        self._num_blocks, self._num_batches = max(1, -(-num_rows // PAIRED_ROWS)), 0
 
-    def update(self, clicks: Mapping[str, Any]) -> None:
-        """Local: add a batch. clicks: prefix of a label's metrics -> the logits, labels and weights of the label."""
-        for prefix, prediction in clicks.items() if self._metrics else ():
-            weights = prediction.sample_weights.double()
-            counts = weights > 0
-            predictions = torch.sigmoid(prediction.logits.double())[counts].cpu().numpy()
-            labels, weights = (values[counts].cpu().numpy() for values in (prediction.labels.double(), weights))
-            for name, metric in self._metrics.items():
-                sums = metric.sums(predictions, labels, weights)
-                self._sums[prefix + name] = self._sums.get(prefix + name, 0.0) + sums
+    def update(
+        self, clicks: Mapping[str, Any], batch: Batch | None = None, numbers: Mapping[str, Any] | None = None
+    ) -> None:
+        """Local: add a batch. clicks, numbers: prefix of a label's metrics -> the logits, labels and
+        weights of the label. The logits of a label that is a number are the predicted values.
+        """
+        for kind, predictions in (("binary", clicks), ("number", numbers or {})) if self._metrics else ():
+            named = {name: metric for name, metric in self._metrics.items() if kind in metric.kinds}
+            for prefix, prediction in predictions.items():
+                self._add_sums(prefix, prediction, named)
+                for source in sorted({_source(name, metric) for name, metric in named.items()} - {NO_GROUPS}):
+                    rows = self._rows.setdefault((prefix, source, kind == "binary"), GroupedRows(self._context))
+                    rows.add(self._groups(source, batch, len(prediction.labels)), prediction)
+        self._num_batches += 1
+
+    def _add_sums(self, prefix: str, prediction: Any, named: Mapping[str, Metric]) -> None:
+        alone = {name: metric for name, metric in named.items() if _source(name, metric) == NO_GROUPS}
+        if not alone:
+            return
+        weights = prediction.sample_weights.double()
+        counts = weights > 0
+        predictions = torch.sigmoid(prediction.logits.double())[counts].cpu().numpy()
+        labels, weights = (values[counts].cpu().numpy() for values in (prediction.labels.double(), weights))
+        for name, metric in alone.items():
+            sums = metric.sums(predictions, labels, weights)
+            self._sums[prefix, name] = self._sums.get((prefix, name), 0.0) + sums
+
+    def _groups(self, source: str, batch: Batch | None, num_rows: int) -> torch.Tensor:
+        if source == ALL_ROWS:
+            return torch.full((num_rows,), 1 + self._num_batches % self._num_blocks)
+        assert batch is not None, "groups of a metric need the batch"
+        if source:
+            return torch.from_numpy(first_ids(batch.sparse_features[source]))
+        return torch.zeros(num_rows, dtype=torch.int64) if batch.groups is None else batch.groups
 
     def compute(self) -> dict[str, float]:
         """Collective: return the metrics, equal on every rank."""
         found = {}
-        for name, sums in self._sums.items():
+        for (prefix, name), sums in self._sums.items():
             total = torch.as_tensor(sums, dtype=torch.float64).to(self._context.device)
             if self._context.world_size > 1:
                 dist.all_reduce(total)
-            found[name] = float(self._metrics[name.rpartition("/")[2]].value(total.cpu().numpy()))
+            found[prefix + name] = float(self._metrics[name].value(total.cpu().numpy()))
+        for (prefix, source, is_binary), rows in self._rows.items():
+            kind = "binary" if is_binary else "number"
+            named = {
+                name: metric
+                for name, metric in self._metrics.items()
+                if isinstance(metric, GroupMetric) and kind in metric.kinds and _source(name, metric) == source
+            }
+            totals = rows.sums([partial(_of_part, metric, is_binary) for metric in named.values()])
+            for (name, metric), of_metric in zip(named.items(), totals, strict=True):
+                found[prefix + name] = float(metric.value(of_metric))
         return found
+
+
+ALL_ROWS, NO_GROUPS = "*", "-"  # sources of groups, in addition to features, and "" for data.group_column
+
+
+def _source(name: str, metric: Metric) -> str:
+    """Return where a metric's groups come from."""
+    if not isinstance(metric, GroupMetric):
+        return NO_GROUPS
+    return name.partition(FEATURE)[2] or (ALL_ROWS if metric.of_all_rows else "")
+
+
+def _of_part(
+    metric: GroupMetric, is_binary: bool, groups: NDArray[np.int64], outputs: Any, labels: Any, weights: Any
+) -> Floats:
+    scores, labels, weights = (each.astype(np.float64) for each in (outputs, labels, weights))
+    return metric.sums_of_groups(probabilities(scores) if is_binary else scores, labels, weights, groups)

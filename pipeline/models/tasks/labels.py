@@ -103,6 +103,18 @@ class LabelsTask(nn.Module):
             if target.kind == "binary"
         }
 
+    def numbers(self, prediction: LabelsPrediction) -> dict[str, Prediction]:
+        """Return the predictions of targets that are not binary; their logits are the predicted value
+        of a regression, and the expected bucket of an ordinal label.
+        """
+        found = {}
+        for number, (prefix, target) in enumerate(zip(self.prefixes, self.targets, strict=True)):
+            if target.kind != "binary":
+                loss, outputs, labels, weights = self.of_target(prediction, number)
+                values = outputs[:, 0] if target.kind == "regression" else torch.sigmoid(outputs).sum(1)
+                found[prefix] = Prediction(loss, values, labels, weights)
+        return found
+
     def of_target(self, prediction: LabelsPrediction, number: int) -> TargetPrediction:
         return TargetPrediction(
             prediction.loss,

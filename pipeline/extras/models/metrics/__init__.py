@@ -1,0 +1,1 @@
+"""Metrics that an evaluation adds if trainer.metrics or evaluate's `metrics` names them."""
