@@ -25,12 +25,12 @@ def about(**settings: Any) -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 1),
         "torch": version("torch"),
         "torchrec": version("torchrec"),
-        "commit": _commit(),
+        "commit": commit(),
         **settings,
     }
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit of the checkout, with a plus sign if tracked files differ from it."""
     folder = Path(__file__).parent
     described = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]

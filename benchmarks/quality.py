@@ -30,6 +30,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.about import commit
+
 # FuxiCTR's name, what its constructor is told beside the shared settings -> this package's kind, and its overrides.
 # Sizes are FuxiCTR's own defaults: three layers of 64, no dropout, no batch norm, two attention layers of one head of 8.
 HIDDEN = [64, 64, 64]
@@ -306,7 +308,8 @@ def main() -> None:
             if key in known or job["system"] not in arguments.sides:
                 continue
             found = run_ours(job) if job["system"] == OURS else run_fuxictr(job, *arguments.fuxictr)
-            results.append({"system": key[0], "set": key[1], "model": key[2], "seed": key[3], **found})
+            names = dict(zip(("system", "set", "model", "seed"), key, strict=True))
+            results.append({**names, **found, "commit": commit()})
             with arguments.output.open("a") as file:
                 file.write(json.dumps(results[-1]) + "\n")
             print(json.dumps(results[-1]), flush=True)
