@@ -144,24 +144,49 @@ def run_fuxictr(job: dict[str, Any], python: str, source: str) -> dict[str, Any]
 
 
 def prepare(job: dict[str, Any]) -> None:
-    spec, work, data = job["spec"], Path(job["work"]), Path(job["data"])
+    """Write the data config as a user would, conf/data/NAME.yaml in the working folder, and prepare by it."""
+    spec, work = job["spec"], Path(job["work"])
     if (work / "datasets" / spec["name"] / "dataset.json").exists():
         return
-    work.mkdir(parents=True, exist_ok=True)
-    columns = [f"data.columns.label={spec['label']}", f"data.columns.sparse=[{','.join(spec['categorical'])}]"]
-    columns += [f"data.columns.multi_hot=[{','.join(spec['sequences'])}]"] if spec["sequences"] else []
-    columns += [f"data.columns.dense=[{','.join(spec['numeric'])}]"] if spec["numeric"] else []
+    config = work / "conf" / "data" / f"{option(spec)}.yaml"
+    config.parent.mkdir(parents=True, exist_ok=True)
+    config.write_text(json.dumps(data_config(spec, Path(job["data"])), indent=1))
+    pipeline("prepare", [f"data={option(spec)}", *spec.get("prepare_overrides", [])], work)
+
+
+def option(spec: dict[str, Any]) -> str:
+    """Its name in the config group data. The package has options of its own, such as ml100k."""
+    return f"quality_{spec['name']}"
+
+
+def pipeline(verb: str, words: Sequence[str], work: Path) -> None:
+    """Run a verb in `work`, with the configs that are there."""
+    run([sys.executable, "-m", "pipeline", verb, "--config-dir", "conf", *words], work)
+
+
+def data_config(spec: dict[str, Any], data: Path) -> dict[str, Any]:
+    """The config of a data folder. JSON is YAML."""
+    sequences = {
+        name: {"max_length": history["length"], "shares": history["target"]}
+        for name, history in spec["histories"].items()
+    }
+    columns = {
+        "label": spec["label"],
+        "sparse": spec["categorical"],
+        "dense": spec["numeric"],
+        "multi_hot": spec["sequences"],
+        "sequence": sequences,
+    }
     files = {"train": "train", "validation": "valid", "test": "test"}
-    splits = [f"data.split.{split}={data / f'{name}.csv'}" for split, name in files.items()]
-    for name, history in spec["histories"].items():
-        settings = f"{{max_length: {history['length']}, shares: {history['target']}}}"
-        columns.append(f"data.columns.sequence={{{name}: {settings}}}")
-    words = [f"data.name={spec['name']}", "data.format=csv", "data.split.kind=given", *splits, *columns]
-    run([sys.executable, "-m", "pipeline", "prepare", *words, *prepare_overrides(spec)], work)
-
-
-def prepare_overrides(spec: dict[str, Any]) -> list[str]:
-    return [f"data.ids.min_frequency={spec['min_count']}", *spec.get("prepare_overrides", [])]
+    splits = {split: str(data / f"{name}.csv") for split, name in files.items()}
+    return {
+        "name": spec["name"],
+        "path": f"datasets/{spec['name']}",
+        "format": "csv",
+        "columns": {name: value for name, value in columns.items() if value},
+        "split": {"kind": "given", **splits},
+        "ids": {"min_frequency": spec["min_count"]},
+    }
 
 
 def run_ours(job: dict[str, Any]) -> dict[str, Any]:
@@ -169,7 +194,7 @@ def run_ours(job: dict[str, Any]) -> dict[str, Any]:
     spec, work = job["spec"], Path(job["work"])
     run_dir = work / "runs" / f"{job['model']}_{job['seed']}"
     words = [
-        f"data.name={spec['name']}", f"data.path={work / 'datasets' / spec['name']}", f"run_dir={run_dir}",
+        f"data={option(spec)}", f"run_dir={run_dir}",
         f"model={job['kind']}", "optimizer=adam", "early_stop=auc", f"optimizer.sparse.lr={job['lr']}",
         f"optimizer.dense.lr={job['lr']}", f"tables.default.embedding_dim={job['dim']}",
         f"tables.default.l2={spec['our_l2'] if job['l2'] else 0}", f"trainer.global_batch_size={job['batch_size']}",
@@ -181,8 +206,8 @@ def run_ours(job: dict[str, Any]) -> dict[str, Any]:
         words += [f"model.sequences=[{','.join(spec['histories'])}]", f"model.targets=[{','.join(targets)}]"]
     else:
         words += [f"tables.{target}.pooling=mean" for target in dict.fromkeys(targets)]
-    run([sys.executable, "-m", "pipeline", "train", *words], work)
-    run([sys.executable, "-m", "pipeline", "evaluate", f"run={run_dir}", "split=test"], work)
+    pipeline("train", words, work)
+    pipeline("evaluate", [f"run={run_dir}", "split=test"], work)
     return read_run(run_dir, job)
 
 
