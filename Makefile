@@ -29,13 +29,16 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
 
 PY := $(VENV)/bin/python
-# uv installs several times faster than pip. Neither compiles bytecode here: most modules are never imported. uv does not read pip's configuration files: if it fails, pip installs.
-UV ?= $(shell command -v uv)
-WITH_UV = env $${PIP_INDEX_URL:+UV_DEFAULT_INDEX=$$PIP_INDEX_URL} $(UV) pip install --python $(PY) -q \
-	--index-strategy unsafe-best-match $(PIP_FLAGS)
+# uv installs several times faster than pip, which installs uv into VENV where there is none; `make UV= ...` does without it.
+# uv does not read pip's configuration: it is told pip's index, and if it fails, pip installs. Neither compiles bytecode
+# here, because most modules are never imported.
+UV ?= $(or $(shell command -v uv),$(VENV)/bin/uv)
+PIP_INDEX = $${PIP_INDEX_URL:-$$($(PY) -m pip config get global.index-url 2>/dev/null)}
+WITH_UV = { index=$(PIP_INDEX); env $${index:+UV_DEFAULT_INDEX=$$index} $(UV) pip install --python $(PY) -q \
+	--index-strategy unsafe-best-match $(PIP_FLAGS) $(1); }
 WITH_PIP = $(PY) -m pip install --disable-pip-version-check --no-compile $$([ -t 1 ] || echo -qq) $(PIP_FLAGS)
 # $(call install,WHAT); make splits a call at its commas, so sets of extras have names.
-install = $(if $(UV),$(WITH_UV) $(1) || )$(WITH_PIP) $(1)
+install = $(if $(UV),$(WITH_UV) || )$(WITH_PIP) $(1)
 TORCHX := $(VENV)/bin/torchx --log_level WARNING
 RUNTIME_SET = -e '.[$(STACK),serve]'
 DEV_SET = -e '.[$(STACK),dev]'
@@ -145,6 +148,7 @@ $(VENV)/installed: setup.cfg pyproject.toml $(if $(filter-out $(STACK),$(INSTALL
 			"Install it (apt install python3.11 python3.11-venv), or say where it is: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	@echo "installing the $(STACK) set into $(VENV), once"
 	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
+	@[ -z "$(UV)" ] || command -v $(UV) >/dev/null || $(WITH_PIP) uv || true
 	@! $(PY) -m pip show -qq $(OTHER_FBGEMM) 2>/dev/null || $(PY) -m pip uninstall -qq -y fbgemm-gpu fbgemm-gpu-cpu
 	@$(call install,$(RUNTIME_SET))
 	@$(call install,--no-deps $(TORCHREC))

@@ -23,6 +23,7 @@ from numba.core.typing.templates import Signature
 from numba.extending import intrinsic
 
 from pipeline.devices.cpu.kernels import ALL_TRUE, NONE_RAISED
+from pipeline.devices.cpu.kernels.parts import NO_WRAPPERS
 
 Kernel = Any  # a function that Numba compiles: kernel(*arguments, begin, end)
 INT64, INT32, ADDRESS = ir.IntType(64), ir.IntType(32), ir.IntType(8).as_pointer()
@@ -73,7 +74,7 @@ def _run_shares(
     def call(arguments, begin, end):  # type: ignore[no-untyped-def]
         return dispatcher(*(arguments + (begin, end)))  # noqa: RUF005  (all that Numba compiles)
 
-    whole = njit(nogil=True)(call)
+    whole = njit(nogil=True, **NO_WRAPPERS)(call)
     whole.compile((arguments, number, number))
     compiled: Any = next(iter(whole.overloads.values()))
 

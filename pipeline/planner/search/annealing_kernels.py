@@ -347,17 +347,26 @@ def _accept(change, laid, more_over, packed, per_ms):  # type: ignore[no-untyped
 
 
 @part()
+def _clear_row(table, row):  # type: ignore[no-untyped-def]
+    """Set a row to 0. Numba compiles an assignment to a slice with the text of its error, for seconds."""
+    for column in range(table.shape[1]):
+        table[row, column] = 0.0
+
+
+@part()
 def _forget(change):  # type: ignore[no-untyped-def]
     for index in range(change.counts[1]):
         rank = change.touched[index]
         change.is_touched[rank] = 0
-        change.load[rank] = 0.0
-        change.memory[rank] = 0.0
+        _clear_row(change.load, rank)
+        _clear_row(change.memory, rank)
     for index in range(change.counts[2]):
         change.is_host[change.hosts[index]] = 0
-        change.host_memory[change.hosts[index]] = 0.0
-    change.used[:] = 0
-    change.counts[:] = 0
+        _clear_row(change.host_memory, change.hosts[index])
+    for kind in range(len(change.used)):
+        change.used[kind] = 0
+    for index in range(len(change.counts)):
+        change.counts[index] = 0
 
 
 @part()
@@ -390,8 +399,10 @@ def anneal(packed, laid, best_choices, best_ranks, change, local, moves, heat, s
             _weigh(laid)
             if laid.over[0] <= 0.0 and _value(laid, packed) < best[0]:
                 best[0] = _value(laid, packed)
-                best_choices[:] = laid.choices
-                best_ranks[:] = laid.ranks
+                for table in range(len(best_choices)):
+                    best_choices[table] = laid.choices[table]
+                    for shard in range(best_ranks.shape[1]):
+                        best_ranks[table, shard] = laid.ranks[table, shard]
         change.counts[0] = 0
         if not _propose(change, laid, packed, local, seed):
             continue

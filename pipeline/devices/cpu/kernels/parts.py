@@ -26,6 +26,10 @@ U = np.uint64
 L = U(LANES)
 
 
+# Nothing that Python calls. Wrappers for calls from Python take long to compile.
+NO_WRAPPERS: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+
 def part(*, fastmath: bool = False) -> Callable[[Kernel], Kernel]:
     """Compile a function that allocates nothing. It is inlined, and references to its arrays are
     not counted.
@@ -34,7 +38,7 @@ def part(*, fastmath: bool = False) -> Callable[[Kernel], Kernel]:
     of the time of a table update.
     """
     settings: dict[str, Any] = {"nogil": True, "cache": True, "forceinline": True, "_nrt": False, "fastmath": fastmath}
-    compiled: Callable[[Kernel], Kernel] = njit(**settings)
+    compiled: Callable[[Kernel], Kernel] = njit(**settings, **NO_WRAPPERS)
     return compiled
 
 
