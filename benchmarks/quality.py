@@ -1,6 +1,6 @@
 """Measure the quality of the models beside FuxiCTR's, on the same files, in the same run:
 
-    python -m benchmarks.quality --data FOLDER [...] --fuxictr PYTHON SOURCE [--models DeepFM ...] [--seeds 3] --output quality.jsonl
+    python -m benchmarks.quality --data FOLDER [...] --fuxictr PYTHON SOURCE [--models DeepFM ...] [--seeds 5] --output quality.jsonl
 
 A data folder holds train.csv, valid.csv and test.csv with a header, and spec.json: the columns and what both sides share
 (SPEC below has the fields). `--criteo TRAIN_TXT FOLDER` makes such a folder of the first rows of Criteo Kaggle's train.txt.
@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.about import commit
+from benchmarks.about import about, commit
 
 # FuxiCTR's name, what its constructor is told beside the shared settings -> this package's kind, and its overrides.
 # Sizes are FuxiCTR's own defaults: three layers of 64, no dropout, no batch norm, two attention layers of one head of 8.
@@ -258,51 +258,59 @@ def jobs(folders: Sequence[Path], models: Sequence[str], seeds: int, work: Path)
                     }
 
 
-def report(results: list[dict[str, Any]]) -> str:
-    """A Markdown table a data set: means over seeds, and ours less theirs."""
-    text = []
+def figures(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A record a data set and model: means over seeds, and ours less theirs."""
+    found = []
     for name in dict.fromkeys(result["set"] for result in results):
-        text += [
-            f"\n{name}: test AUC, mean of seeds (standard deviation)\n",
-            "| model | FuxiCTR | ours | difference | logloss FuxiCTR | ours | best epoch | samples per CPU-second, ratio |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-        differences = {}
         for model in MODELS:
-            sides = [
+            theirs, ours = (
                 [r for r in results if (r["set"], r["model"], r["system"]) == (name, model, system)]
                 for system in (THEIRS, OURS)
-            ]
-            if sides[1] and model in OURS_ALONE:
-                logloss = _mean(sides[1], "logloss")
-                text.append(
-                    f"| {model} | | {_auc(sides[1])} | | | {logloss:.4f} | {_mean(sides[1], 'best_epoch'):.1f} | |"
-                )
-            if not all(sides):
-                continue
-            text.append(_line(model, *sides))
-            differences[model] = _mean(sides[1], "auc") - _mean(sides[0], "auc")
-        if deep := [differences[model] for model in DEEP if model in differences]:
-            text.append(f"\nmean difference of the {len(deep)} deep models: {statistics.mean(deep):+.4f}")
-    return "\n".join(text)
+            )
+            if ours and (theirs or model in OURS_ALONE):
+                found.append({"data": name, "model": model, "seeds": len(ours), **_compared(theirs, ours)})
+    return found
+
+
+def _compared(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> dict[str, Any]:
+    ratio = _mean(ours, "samples_per_cpu_s") / _mean(theirs, "samples_per_cpu_s") if theirs else None
+    return {
+        "AUC_FuxiCTR": _auc(theirs),
+        "AUC_here": _auc(ours),
+        "difference": f"{_mean(ours, 'auc') - _mean(theirs, 'auc'):+.4f}" if theirs else "",
+        "standard_error": f"{math.hypot(_error(theirs), _error(ours)):.4f}" if theirs else "",
+        "logloss_FuxiCTR": f"{_mean(theirs, 'logloss'):.4f}" if theirs else "",
+        "logloss_here": f"{_mean(ours, 'logloss'):.4f}",
+        "best_epoch_FuxiCTR": f"{_mean(theirs, 'best_epoch'):.1f}" if theirs else "",
+        "best_epoch_here": f"{_mean(ours, 'best_epoch'):.1f}",
+        "samples_per_CPU_second,_ratio": f"{ratio:.2f}" if ratio else "",
+    }
+
+
+def mean_differences(found: list[dict[str, Any]]) -> dict[str, str]:
+    """Data set -> the mean of the differences of the deep models."""
+    text = {}
+    for name in dict.fromkeys(figure["data"] for figure in found):
+        deep = [float(f["difference"]) for f in found if f["data"] == name and f["model"] in DEEP]
+        if deep:
+            text[f"mean difference on {name}"] = f"{statistics.mean(deep):+.4f} ({len(deep)} deep models)"
+    return text
 
 
 def _mean(side: list[dict[str, Any]], key: str) -> float:
     return statistics.mean(result[key] for result in side)
 
 
+def _error(side: list[dict[str, Any]]) -> float:
+    """Standard error of the mean AUC."""
+    return statistics.stdev(r["auc"] for r in side) / math.sqrt(len(side)) if len(side) > 1 else math.nan
+
+
 def _auc(side: list[dict[str, Any]]) -> str:
-    return f"{_mean(side, 'auc'):.4f} ({statistics.pstdev(r['auc'] for r in side):.4f}, {len(side)})"
-
-
-def _line(model: str, theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> str:
-    difference = _mean(ours, "auc") - _mean(theirs, "auc")
-    epochs = f"{_mean(theirs, 'best_epoch'):.1f}, {_mean(ours, 'best_epoch'):.1f}"
-    ratio = _mean(ours, "samples_per_cpu_s") / _mean(theirs, "samples_per_cpu_s")
-    return (
-        f"| {model} | {_auc(theirs)} | {_auc(ours)} | {difference:+.4f} | {_mean(theirs, 'logloss'):.4f} | "
-        f"{_mean(ours, 'logloss'):.4f} | {epochs} | {ratio:.2f} |"
-    )
+    if not side:
+        return ""
+    spread = f" ({statistics.stdev(r['auc'] for r in side):.4f})" if len(side) > 1 else ""
+    return f"{_mean(side, 'auc'):.4f}{spread}"
 
 
 def main() -> None:
@@ -311,10 +319,11 @@ def main() -> None:
     parser.add_argument("--criteo", nargs=2, type=Path, metavar=("TRAIN_TXT", "FOLDER"))
     parser.add_argument("--fuxictr", nargs=2, metavar=("PYTHON", "SOURCE"))
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--sides", nargs="+", choices=(OURS, THEIRS), default=[OURS, THEIRS])
     parser.add_argument("--work", type=Path, help="of the runs; a temporary folder where it is not given")
-    parser.add_argument("--output", type=Path, default=Path("quality.jsonl"))
+    parser.add_argument("--output", type=Path, default=Path("quality.jsonl"), help="a line a run")
+    parser.add_argument("--figures", type=Path, help="docs/measurements/quality.json: means of all runs in --output")
     arguments = parser.parse_args()
     if THEIRS in arguments.sides and arguments.data and not arguments.fuxictr:
         parser.error("FuxiCTR's side wants --fuxictr PYTHON SOURCE; without it give --sides ours")
@@ -338,7 +347,13 @@ def main() -> None:
             with arguments.output.open("a") as file:
                 file.write(json.dumps(results[-1]) + "\n")
             print(json.dumps(results[-1]), flush=True)
-    print(report(results))
+    found = figures(results)
+    for figure in found:
+        print(json.dumps(figure))
+    if arguments.figures:
+        commits = ", ".join(sorted({r["commit"] for r in results}))
+        head = {**about(), "commit": commits, **mean_differences(found)}
+        arguments.figures.write_text(json.dumps({"about": head, "figures": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
