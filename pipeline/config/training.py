@@ -305,6 +305,14 @@ class LossConfig:
     position: a label of the data set with the place where a row was shown, from 0 or 1. Training and
     evaluation add a learnt number to the logit for each place, 0 for reference_position. Serving
     does not, so it scores rows as if shown there. Later places count as num_positions - 1.
+
+    teacher: a label of the data set with the probability that another model gives to the row. In
+    training the target is (1 - teacher_weight) * t + teacher_weight * teacher (arXiv 1503.02531). A row
+    whose teacher is not a probability has no finite loss.
+
+    fake_negatives: each positive row is also in the data as a negative row, from before the delayed
+    label was known. In training positive rows count 1 + p, negative rows (1 - p) * (1 + p), with the
+    predicted p: the importance weights of Ktena et al. (RecSys 2019, arXiv 1907.06558).
     """
 
     label_smoothing: float = 0.0
@@ -316,12 +324,17 @@ class LossConfig:
     position: str | None = None
     num_positions: int = 100
     reference_position: int = 0
+    teacher: str | None = None
+    teacher_weight: float = 0.5
+    fake_negatives: bool = False
 
     def __post_init__(self) -> None:
         if self.ranking is not None:
             check_choice("trainer.loss.ranking", self.ranking, RANKINGS)
         check_above("trainer.loss.ranking_weight", self.ranking_weight, 0.0)
         check_within("trainer.loss.ranking_weight", self.ranking_weight, 0.0, 1.0)
+        check_above("trainer.loss.teacher_weight", self.teacher_weight, 0.0)
+        check_within("trainer.loss.teacher_weight", self.teacher_weight, 0.0, 1.0)
         check_at_least("trainer.loss.num_positions", self.num_positions, 2)
         check_within("trainer.loss.reference_position", self.reference_position, 0, self.num_positions - 1)
         check_below_one("trainer.loss.label_smoothing", self.label_smoothing)
@@ -340,7 +353,7 @@ class LossConfig:
     @property
     def columns(self) -> list[str]:
         """Return the labels of the data set that the loss reads, in addition to the label that it trains."""
-        return [name for name in (self.position,) if name is not None]
+        return [name for name in (self.position, self.teacher) if name is not None]
 
     @property
     def changes(self) -> str:
@@ -348,9 +361,11 @@ class LossConfig:
         changed = (
             (each.name, getattr(self, each.name)) for each in fields(self) if getattr(self, each.name) != each.default
         )
-        return ", ".join(
-            f"trainer.loss.{name}={value if isinstance(value, str) else f'{value:g}'}" for name, value in changed
+        told = (
+            (name, "true" if value is True else f"{value:g}" if isinstance(value, float) else value)
+            for name, value in changed
         )
+        return ", ".join(f"trainer.loss.{name}={value}" for name, value in told)
 
 
 @dataclass

@@ -115,7 +115,7 @@ def build_task(resolved: ResolvedJob, compute_device: str) -> TaskModel:
         resolved.targets,
         precision=trainer.precision,
         loss=trainer.loss,
-        num_streams=job.data.reader.num_streams,
+        rows_per_stream=trainer.micro_batch_size // job.data.reader.num_streams,
     )
     updates = {table.name: table.updates for table in resolved.plain_tables}
     apply_sparse_optimizer(task, table_optimizer_of(job, compute_device), updates)

@@ -95,7 +95,7 @@ def summarize(
         num_bad_rows=result.num_bad_rows,
         compression=savings,
         label=main,
-        not_learnt=[] if job.model.learns_all else others,
+        not_learnt=[] if job.model.learns_all else [name for name in others if name not in job.trainer.loss.columns],
     )
 
 

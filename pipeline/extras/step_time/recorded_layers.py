@@ -28,6 +28,8 @@ from pipeline.runtime.errors import PlanError
 PHASES = ("forward", "backward", "optimizer")
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+MAX_ASIDE = 8  # at least the number of columns that a loss reads
+
 # Operations that start no kernel: they allocate memory, or return the same memory in another shape.
 NO_KERNEL = {
     "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "_unsafe_view", "lift_fresh",
@@ -199,7 +201,8 @@ def _batch(inputs: Inputs) -> Batch:
         ids,
     )
     shape = (size,) if inputs.num_targets == 1 else (size, inputs.num_targets)
-    return Batch(torch.empty(size, inputs.num_dense), features, torch.empty(shape), torch.ones(shape))
+    of_losses = {"groups": torch.empty(size, dtype=torch.int64), "aside": torch.empty(size, MAX_ASIDE)}
+    return Batch(torch.empty(size, inputs.num_dense), features, torch.empty(shape), torch.ones(shape), **of_losses)
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:

@@ -106,13 +106,13 @@ def make_task(
     *,
     precision: str = "fp32",
     loss: LossConfig | None = None,
-    num_streams: int = 1,
+    rows_per_stream: int = 1,
 ) -> TaskModel:
     """Join `model` and the task that its config names.
 
     targets: the labels to learn; None: one binary label. loss: None is the task's own. Raises
     ConfigError if the model cannot learn the labels, or has no loss that `loss` could change.
-    num_streams: data.reader.num_streams, which says where a batch may hold rows of one group.
+    rows_per_stream: rows of a training batch that may belong to one group (data.read.streams).
     """
     targets = targets or [Target("label")]
     if not config.learns_all and targets[0].width > 1:
@@ -130,7 +130,7 @@ def make_task(
                 f"by the loss of task {name!r}; remove them, or choose another model"
             )
         task = find("task", "reshaped_click", "trainer.loss")
-        return TaskModel(model, task(config, tables, loss, num_streams), precision, targets[0].train_offset)
+        return TaskModel(model, task(config, tables, loss, rows_per_stream), precision, targets[0].train_offset)
     task = find("task", name, f"task of model={config.kind}")
     if getattr(task, "takes_targets", False):
         return TaskModel(model, task(config, tables, targets), precision)

@@ -9,14 +9,18 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.model import ModelConfig
+from pipeline.config.optimizers import DenseOptimizerConfig
 from pipeline.config.training import LossConfig
 from pipeline.data.read.batch import Batch
 from pipeline.extras.models.tasks.ranking import RANKINGS, ListRows
 from pipeline.extras.models.tasks.reshaped_click import ReshapedClickTask
+from pipeline.extras.step_time.recorded_layers import Inputs, record_dense
+from pipeline.models.tasks.task import TaskModel
 from pipeline.runtime.errors import ConfigError
 from tests.extras.models.planted_logs import job, prepared, sigmoid, train_on
 from tests.support.clicks import labelled
@@ -57,7 +61,7 @@ def _expected(kind: str, row: int) -> float:
 
 @pytest.mark.parametrize("kind", RANKINGS)
 def test_a_ranking_loss_equals_its_formula(kind: str) -> None:
-    rows = ListRows.of(LOGITS, _batch(LABELS, WEIGHTS, GROUPS), STREAMS)
+    rows = ListRows.of(LOGITS, _batch(LABELS, WEIGHTS, GROUPS), ROWS)
     expected = torch.tensor([_expected(kind, row) for row in range(STREAMS * ROWS)], dtype=torch.float64)
     assert (expected != 0).sum() > 10
     torch.testing.assert_close(RANKINGS[kind](rows).reshape(-1), expected, rtol=1e-9, atol=1e-12)
@@ -67,7 +71,7 @@ def test_a_ranking_loss_equals_its_formula(kind: str) -> None:
 def test_gradients_are_finite_for_rows_alone_and_of_weight_0(kind: str) -> None:
     logits = torch.tensor([80.0, -80.0, 0.0, 3.0]).requires_grad_()
     batch = _batch(torch.tensor([1.0, 0, 1, 1]), torch.tensor([1.0, 1, 0, 1]), torch.tensor([4, 4, 4, 0]))
-    task = ReshapedClickTask(ModelConfig(), [], LossConfig(ranking=kind, ranking_weight=1.0)).train()
+    task = ReshapedClickTask(ModelConfig(), [], LossConfig(ranking=kind, ranking_weight=1.0), rows_per_stream=4).train()
     task(logits[:, None], batch)[0].backward()
     assert logits.grad is not None and logits.grad.isfinite().all() and not logits.grad[2:].any()
 
@@ -87,7 +91,9 @@ def _confounded() -> tuple[np.ndarray, torch.Tensor, Batch]:
 @pytest.mark.parametrize("kind", [None, *RANKINGS])
 def test_ranking_finds_planted_values_of_items_where_lists_differ(kind: str | None) -> None:
     truth, shown, batch = _confounded()
-    task = ReshapedClickTask(ModelConfig(), [], LossConfig(ranking=kind, ranking_weight=0.9), num_streams=400).train()
+    task = ReshapedClickTask(
+        ModelConfig(), [], LossConfig(ranking=kind, ranking_weight=0.9), rows_per_stream=40
+    ).train()
     values = torch.zeros(len(truth), requires_grad=True)
     optimizer = torch.optim.Adam([values], lr=0.1)
     for _ in range(60):
@@ -123,11 +129,24 @@ def test_batches_without_groups_are_refused() -> None:
         task(torch.zeros(2, 1), labelled(torch.zeros(2)))
 
 
+class _Linear(nn.Linear):
+    def forward(self, dense: torch.Tensor, sparse: object) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(dense)
+
+
+def test_the_step_of_a_loss_that_reads_groups_and_columns_can_be_predicted() -> None:
+    loss = LossConfig(ranking="pairwise", position="place", teacher="teacher")
+    task = TaskModel(_Linear(3, 1), ReshapedClickTask(ModelConfig(), [], loss, rows_per_stream=4))
+    part = record_dense(task, Inputs(8, 3, [], []), DenseOptimizerConfig())
+    assert {"addmm", "softplus"} <= {operation.name for operation in part.operations}
+
+
 def test_a_run_is_the_same_on_two_ranks_and_resumes_bit_for_bit(ranks: RankPool, tmp_path: Path) -> None:
     folder = prepared(tmp_path)
     ranked = [
         "trainer.loss.ranking=jrc",
         "trainer.loss.position=place",
+        "trainer.loss.teacher=teacher",
         "data.reader.shuffle=groups",
         "trainer.max_steps=12",
         "trainer.log_every_steps=4",

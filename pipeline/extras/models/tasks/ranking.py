@@ -26,11 +26,10 @@ class ListRows(NamedTuple):
     same: torch.Tensor
 
     @staticmethod
-    def of(logits: torch.Tensor, batch: Batch, num_streams: int) -> ListRows:
-        """num_streams: of this rank."""
+    def of(logits: torch.Tensor, batch: Batch, rows_per_stream: int) -> ListRows:
         assert batch.groups is not None
         parts = (logits, batch.labels, batch.sample_weights, batch.groups)
-        logits, labels, weights, groups = (part.reshape(num_streams, -1) for part in parts)
+        logits, labels, weights, groups = (part.reshape(-1, rows_per_stream) for part in parts)
         grouped = (groups != 0) & (weights > 0)
         same = (groups[:, :, None] == groups[:, None, :]) & grouped[:, None, :]
         return ListRows(logits, labels, weights, same & grouped[:, :, None])
