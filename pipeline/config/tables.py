@@ -279,10 +279,17 @@ class InitConfig:
     num_embeddings inputs and embedding_dim outputs (Glorot and Bengio, AISTATS 2010). The size is
     that the complete table has, not its shards. auto: as the model's config says
     (ModelConfig.table_init), with `scale` if it is set; without a model uniform.
+
+    file: vectors that replace the initial rows of the ids with the same values. A Parquet file has
+    a value and a list of numbers in each row; in a .npy file the number of a row is its value.
+    Vectors that are narrower than the rows fill their first columns.
     """
 
     kind: str = "auto"
     scale: float | None = None
+    file: str | None = None
+    value_column: str = "value"
+    vector_column: str = "vector"
 
     def __post_init__(self) -> None:
         check_choice("init.kind", self.kind, INITS)

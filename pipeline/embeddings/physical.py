@@ -92,6 +92,11 @@ def check_compressed(table: Table) -> None:
             f"tables.{table.config_name}.l2={table.updates.l2:g} applies to rows, but {kind.setting} has only dense parameters; use model.l2, "
             f"and tables.{table.config_name}.l2=0"
         )
+    if table.init.file is not None:
+        raise ConfigError(
+            f"tables.{table.config_name}.init.file={table.init.file} has a vector for each id, but {kind.setting} composes or shares "
+            f"rows; set tables.{table.config_name}.compression.kind=none"
+        )
     if table.updates.frozen and (kind.num_dense_numbers() or any(part.managed for part in leaves(table))):
         raise ConfigError(
             f"tables.{table.config_name}.frozen=true keeps rows unchanged, but {kind.setting} also trains dense parameters or gives "

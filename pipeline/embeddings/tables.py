@@ -127,7 +127,7 @@ def _check_search(each: SequenceInput, dataset: Dataset) -> None:
 
 
 def _initial(init: InitConfig, auto: InitConfig) -> InitConfig:
-    return InitConfig(auto.kind, init.scale or auto.scale) if init.kind == "auto" else init
+    return replace(init, kind=auto.kind, scale=init.scale or auto.scale) if init.kind == "auto" else init
 
 
 def _resolve(

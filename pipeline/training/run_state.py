@@ -242,7 +242,7 @@ def start_warm(
 
     folder = None if config.run is None else folder_of(config.run)
     data = _new_data(job, assembly, dataset)
-    initialize = _initialize(job, assembly)
+    initialize = initializer(job, assembly, dataset)
     report = warm_start(config, folder, assembly.model, optimizer, context, data, initialize)
     for line in report.lines():
         get_logger("pipeline.train").info("%s", line)
@@ -273,7 +273,7 @@ def table_grower(
             shrunk_tables="refuse",
             retyped_tables="refuse",
         )
-        data, initialize = _new_data(job, assembly, dataset), _initialize(job, assembly)
+        data, initialize = _new_data(job, assembly, dataset), initializer(job, assembly, dataset)
         report = warm_start(config, None, assembly.model, optimizer, context, data, initialize)
         grown = [f"{each.table} to {each.rows:,}" for each in report.tables if each.rows_loaded < each.rows]
         get_logger("pipeline.train").info("tables have grown: %s rows", ", ".join(grown))
@@ -303,8 +303,17 @@ def _new_data(job: TrainJob, assembly: ShardedModel, dataset: Dataset) -> NewDat
     )
 
 
-def _initialize(job: TrainJob, assembly: ShardedModel) -> Callable[[Collection[str]], None]:
-    """Return a function that initializes the tables with the given names."""
+def initializer(job: TrainJob, assembly: ShardedModel, dataset: Dataset) -> Callable[[Collection[str] | None], None]:
+    """Return a function that initializes the tables with the given names, None: all. Vectors of
+    tables.*.init.file replace initial rows; the function raises UserError if a file does not fit."""
     from pipeline.sharding.torchrec.table_init import initialize_tables
 
-    return lambda names: initialize_tables(assembly.model, job.trainer.seed, names)
+    with_file = [table for table in assembly.tables if table.init.file is not None]
+    fill = from_extra("fill_from_files", "tables.*.init.file") if with_file else None
+
+    def initialize(names: Collection[str] | None = None) -> None:
+        initialize_tables(assembly.model, job.trainer.seed, names)
+        if fill and (wanted := [table for table in with_file if names is None or table.name in names]):
+            fill(assembly.model, wanted, dataset, job.data.path, job.run_dir)
+
+    return initialize

@@ -35,13 +35,20 @@ from pipeline.runtime.process.distributed import DistributedContext, take_run_fo
 from pipeline.runtime.process.exit_codes import INTERRUPTED, REQUEUE
 from pipeline.runtime.storage.signature import requiring, signing
 from pipeline.sharding.compat import allow_untested_versions
-from pipeline.sharding.torchrec.table_init import initialize_tables
 from pipeline.training.hooks.base import TrainingParts, build_hooks, hook_names
 from pipeline.training.memory_watch import MemoryWatch
 from pipeline.training.optimizer import TrainingOptimizer, build_optimizer
 from pipeline.training.preflight import describe_data_order
 from pipeline.training.readers import on_all_ranks, open_reader, open_training_split
-from pipeline.training.run_state import describe_job, earlier_tables, open_checkpoints, resume, start_warm, table_grower
+from pipeline.training.run_state import (
+    describe_job,
+    earlier_tables,
+    initializer,
+    open_checkpoints,
+    resume,
+    start_warm,
+    table_grower,
+)  # fmt: skip
 from pipeline.training.sharded_model import ShardedModel, build_task, open_replicas, plan_tables, resolve, shard
 from pipeline.training.summary import TrainSummary, summarize, write_summary
 from pipeline.training.trainer import FitResult, Trainer
@@ -164,7 +171,7 @@ def _restore(
     if restored is None and job.warm_start is not None:
         start_warm(job, job.warm_start, sharded, optimizer, context, dataset)
     elif restored is None:
-        initialize_tables(sharded.model, job.trainer.seed)
+        initializer(job, sharded, dataset)(None)
     return checkpointer, restored
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from pipeline.data.dataset import load_dataset
 from pipeline.embeddings.collection import Normal, Uniform
 from pipeline.sharding.torchrec.table_init import initialize_tables
 from tests.gpu.conftest import Gpus
@@ -68,11 +72,16 @@ def test_a_resumed_run_goes_on_to_the_bit_with_fp16_rows(gpus: Gpus, prepared_cl
 def test_each_table_trains_by_its_own_settings_and_frozen_rows_keep_their_bits(
     gpus: Gpus, prepared_clicks: str, tmp_path: Path
 ) -> None:
-    """As on the CPU, for sharded and replicated tables, and after a resume."""
+    """As on the CPU, for sharded and replicated tables, and after a resume. One table starts from a file."""
+    vocabulary = load_dataset(prepared_clicks).sparse_feature("cat_24").vocabulary
+    values = pq.read_table(f"{prepared_clicks}/{vocabulary}")["value"]
+    vectors = np.random.default_rng(5).random((len(values), 16), np.float32)
+    pq.write_table(pa.table({"value": values, "vector": list(vectors)}), tmp_path / "vectors.parquet")
     words = [
         "experiment=quickstart",
         f"data.path={prepared_clicks}",
         "tables.cat_2*.frozen=true",
+        f"tables.cat_24.init.file={tmp_path / 'vectors.parquet'}",
         "tables.cat_20.sharding.sharding_types=[data_parallel]",
         "tables.cat_1.sharding.sharding_types=[data_parallel]",
         "tables.cat_1*.lr_factor=0.1",
@@ -87,6 +96,8 @@ def test_each_table_trains_by_its_own_settings_and_frozen_rows_keep_their_bits(
     frozen = {key for key, values in half.items() if torch.equal(values, found[key]) and key.startswith("model.")}
     tables = {key.split(".")[-2] for key in frozen if "embedding_bags" in key}
     assert tables == {"cat_2", *(f"cat_{number}" for number in range(20, 26))}
+    (rows,) = (values for key, values in found.items() if key.endswith(".cat_24.weight"))
+    np.testing.assert_array_equal(rows[1:].numpy(), vectors)
     assert not any(".cat_2." in key or ".cat_20." in key for key in found if key.startswith("optimizer."))
     assert found.keys() == expected.keys()
     for key, values in expected.items():

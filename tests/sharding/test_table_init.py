@@ -14,7 +14,7 @@ from pipeline.config.tables import InitConfig
 from pipeline.devices import philox
 from pipeline.devices.philox import GROUP, KEY_STEPS, LANES, LOW, MULTIPLIERS, fill_normal, fill_uniform
 from pipeline.embeddings.collection import Normal, Uniform, init_function
-from pipeline.sharding.torchrec.table_init import _Part, _sample, initialize_tables
+from pipeline.sharding.torchrec.table_init import TablePart, _sample, initialize_tables
 
 KEY = 0x9F1C5A3B_70D2E846
 BOTH = pytest.mark.parametrize("fill", [fill_uniform, fill_normal])
@@ -94,8 +94,8 @@ def test_a_shards_rows_and_columns_are_those_of_the_whole_table(
     monkeypatch.setattr("pipeline.sharding.torchrec.table_init.AT_ONCE", 1000)  # several blocks
     config = EmbeddingBagConfig(name="t", num_embeddings=400, embedding_dim=12, feature_names=["f"])
     whole, part = torch.zeros(400, 12), torch.zeros(300, 5, dtype=dtype)
-    _sample(_Part(whole, 0, 0), config, distribution, KEY)
-    _sample(_Part(part, 70, 6), config, distribution, KEY)
+    _sample(TablePart(whole, 0, 0), config, distribution, KEY)
+    _sample(TablePart(part, 70, 6), config, distribution, KEY)
     assert whole.std() > 0.2 and torch.equal(part, whole[70:370, 6:11].to(dtype))
 
 

@@ -36,7 +36,7 @@ OWN_KERNELS = {"dense", "fused", "fused_uvm", "fused_uvm_caching"}
 
 
 @dataclass(frozen=True)
-class _Part:
+class TablePart:
     """Hold a part of a table: a tensor whose first element is at `row` and `column` of the table."""
 
     values: torch.Tensor
@@ -50,7 +50,7 @@ def initialize_tables(module: nn.Module, seed: int, only: Collection[str] | None
     The random state is restored. An init_fn that is not from embeddings.collection must sample
     element by element, because it fills float32 blocks.
     """
-    for config, parts in _tables(module):
+    for config, parts in local_tables(module):
         for part in parts if only is None or config.name in only else []:
             if isinstance(config.init_fn, RowsOf):  # its rows are a block of another table
                 block = config.init_fn.block
@@ -62,13 +62,13 @@ def initialize_tables(module: nn.Module, seed: int, only: Collection[str] | None
 
 def disable_huge_pages(module: nn.Module) -> None:
     """Use small pages for tables in this host's memory. Call it before they are filled."""
-    for _, parts in _tables(module):
+    for _, parts in local_tables(module):
         for part in parts:
             if in_host_memory(part.values) and not isinstance(part.values, StoredRows):
                 disable_huge_pages_of(part.values.data_ptr(), part.values.nbytes)
 
 
-def _tables(module: nn.Module) -> Iterator[tuple[EmbeddingBagConfig, list[_Part]]]:
+def local_tables(module: nn.Module) -> Iterator[tuple[EmbeddingBagConfig, list[TablePart]]]:
     """Iterate over the tables in our lookups or TorchRec's, with their parts on this rank."""
     for child in module.modules():
         if isinstance(child, ShardedEmbeddingBagCollection):
@@ -84,18 +84,18 @@ def _tables(module: nn.Module) -> Iterator[tuple[EmbeddingBagConfig, list[_Part]
             yield config, list(_local_parts(weights[f"embedding_bags.{config.name}.weight"]))
 
 
-def _local_parts(weight: torch.Tensor | ShardedTensor) -> Iterator[_Part]:
+def _local_parts(weight: torch.Tensor | ShardedTensor) -> Iterator[TablePart]:
     """Iterate over the parts of the table on this rank."""
     if isinstance(weight, ShardedTensor):
         for shard in weight.local_shards():
             row, column = shard.metadata.shard_offsets
-            yield _Part(shard.tensor, row, column)
+            yield TablePart(shard.tensor, row, column)
     else:
-        yield _Part(weight, 0, 0)
+        yield TablePart(weight, 0, 0)
 
 
 @torch.no_grad()
-def _fill(part: _Part, config: EmbeddingBagConfig, seed: int) -> None:
+def _fill(part: TablePart, config: EmbeddingBagConfig, seed: int) -> None:
     initialize = config.init_fn
     assert initialize is not None
     if isinstance(initialize, (RowsOf, Managed)):
@@ -111,7 +111,7 @@ def _fill(part: _Part, config: EmbeddingBagConfig, seed: int) -> None:
 
 
 def _begin_stored(
-    part: _Part, config: EmbeddingBagConfig, initialize: Callable[[torch.Tensor], torch.Tensor | None], seed: int
+    part: TablePart, config: EmbeddingBagConfig, initialize: Callable[[torch.Tensor], torch.Tensor | None], seed: int
 ) -> None:
     """Initialize stored rows: sample them on first use, or write all of them if the init_fn is not ours."""
     assert isinstance(part.values, StoredRows)
@@ -127,7 +127,7 @@ def _begin_stored(
         _fill_by_blocks(part, config, seed)
 
 
-def _sample(part: _Part, config: EmbeddingBagConfig, distribution: Uniform | Normal, key: int) -> None:
+def _sample(part: TablePart, config: EmbeddingBagConfig, distribution: Uniform | Normal, key: int) -> None:
     """Sample initial weights on the device of `part`."""
     values, width = part.values, config.embedding_dim
     num_rows, num_columns = values.shape
@@ -149,7 +149,7 @@ def _sample_numbers(out: torch.Tensor, distribution: Uniform | Normal, key: int,
         fill_normal(out, key, first, distribution.std)
 
 
-def _fill_by_blocks(part: _Part, config: EmbeddingBagConfig, seed: int) -> None:
+def _fill_by_blocks(part: TablePart, config: EmbeddingBagConfig, seed: int) -> None:
     piece, end = part.values, part.row + len(part.values)
     assert config.init_fn is not None
     with devices.current().fork_rng():

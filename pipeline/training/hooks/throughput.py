@@ -161,7 +161,8 @@ class StepLog(Hook):
 
     def _learning_rates(self) -> dict[str, float]:
         groups = self.parts.optimizer.param_groups
-        return {"lr_" + str(group.get("name", index)): float(group["lr"]) for index, group in enumerate(groups)}
+        trained = [group for group in groups if not getattr(group.get("updates"), "frozen", False)]
+        return {"lr_" + str(group.get("name", index)): float(group["lr"]) for index, group in enumerate(trained)}
 
     def on_rollback(self, state: TrainingState) -> None:
         if self.parts.writer:
