@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pipeline.config.registry import find
-from pipeline.config.serving import DENSE_PRECISIONS, ParityConfig, PruningConfig, check_precisions
+from pipeline.config.serving import DENSE_PRECISIONS, CalibrationConfig, ParityConfig, PruningConfig, check_precisions
 from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice, check_within
 from pipeline.runtime.process.processes import PRIORITIES
 
@@ -139,6 +139,7 @@ class ExportGateConfig:
     compiled: bool = False
     pruning: PruningConfig = field(default_factory=PruningConfig)
     parity: ParityConfig = field(default_factory=ParityConfig)
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
 
     def __post_init__(self) -> None:
         check_precisions(self.precision, self.tables)

@@ -12,6 +12,7 @@ PRECISIONS = ("fp32", "fp16", "int8", "int4", "int2")  # of tables, from the lar
 AUTO = "auto"
 DENSE_PRECISIONS = ("fp32", "bf16", "int8")
 PRUNINGS = ("none", "untrained", "frequency")
+CALIBRATIONS = ("none", "platt", "isotonic")
 
 
 @dataclass
@@ -73,6 +74,29 @@ class ParityConfig:
         check_at_least("parity.max_ne_increase", self.max_ne_increase, 0.0)
         check_at_least("parity.max_auc_decrease", self.max_auc_decrease, 0.0)
         check_within("parity.max_score_difference", self.max_score_difference, 0.0, 1.0)
+
+
+@dataclass
+class CalibrationConfig:
+    """Map the scores of binary labels to probabilities that fit the labels of the validation rows
+    (the rows of `parity`). The map is strictly increasing, so rows keep their order.
+
+    platt: a line between logits, fitted by log loss. isotonic: any increasing curve. `by` names a
+    categorical feature: each of its values with at least `min_rows` validation rows has its own
+    curve, so rows of different values can change their order.
+    """
+
+    kind: str = "none"
+    by: str | None = None
+    min_rows: int = 1000
+
+    def __post_init__(self) -> None:
+        check_choice("calibration.kind", self.kind, CALIBRATIONS)
+        check_at_least("calibration.min_rows", self.min_rows, 1)
+        if self.by is not None and self.kind == "none":
+            raise ConfigError(
+                f"calibration.by={self.by} calibrates nothing under calibration.kind=none: choose platt or isotonic"
+            )
 
 
 @dataclass

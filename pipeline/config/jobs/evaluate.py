@@ -11,6 +11,7 @@ from pipeline.config.registry import find, find_metric
 from pipeline.config.serving import (
     DENSE_PRECISIONS,
     BatchingConfig,
+    CalibrationConfig,
     LimitsConfig,
     ParityConfig,
     PruningConfig,
@@ -101,6 +102,7 @@ class ExportJob(Job):
     compiled: bool = False  # also write the layers as an AOTInductor package; needs a C++ compiler
     pruning: PruningConfig = field(default_factory=PruningConfig)
     parity: ParityConfig = field(default_factory=ParityConfig)
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
     data_path: str | None = None  # None: the data set of the run
     sign_key: str | None = None  # a private Ed25519 key as PEM that signs the artifact

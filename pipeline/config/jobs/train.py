@@ -14,7 +14,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.optimizers import OptimizerConfig
 from pipeline.config.planner import HardwareConfig, PlannerConfig, TargetConfig
 from pipeline.config.registry import FEATURE, find_metric
-from pipeline.config.serving import PRECISIONS
+from pipeline.config.serving import PRECISIONS, CalibrationConfig
 from pipeline.config.tables import TableConfig
 from pipeline.config.training import (
     CheckpointConfig,
@@ -114,6 +114,7 @@ class PublishingConfig:
     # None: <run_dir>/artifacts/published; exported from the first due step if it does not exist
     artifact: str | None = None
     precision: str = "int8"  # of the exported artifact
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)  # of the exported artifact and its deltas
     gate: DeltaGateConfig = field(default_factory=DeltaGateConfig)
     max_chain: float | None = 0.5
     finish_s: float = 600.0

@@ -21,7 +21,7 @@ import torch
 from pipeline.checkpoint.changes import Rows
 from pipeline.checkpoint.steps import list_steps, step_path
 from pipeline.config.jobs.evaluate import ExportJob
-from pipeline.config.registry import if_installed
+from pipeline.config.registry import from_extra, if_installed
 from pipeline.data.dataset import vocabulary_of
 from pipeline.data.read.batch import Batch
 from pipeline.extras.publish.gate import PROGRESSIVE_NE, DeltaRefusedError, Stats, problems_of
@@ -52,10 +52,10 @@ from pipeline.serving.artifact.deltas import (
     values_to_bytes,
     why_pinned,
 )
-from pipeline.serving.artifact.manifest import COMPOSED_FILE, Manifest, TableFiles
+from pipeline.serving.artifact.manifest import CALIBRATION_FILE, COMPOSED_FILE, Manifest, TableFiles
 from pipeline.serving.artifact.quantize import dequantize_rows, quantize_rows
 from pipeline.serving.artifact.reference import SPLIT, first_batches
-from pipeline.serving.artifact.task_quality import quality
+from pipeline.serving.artifact.task_quality import Calibration, quality
 from pipeline.serving.artifact.trained_step import TrainedStep, block_rows, open_trained_step
 from pipeline.serving.artifact.writer import write_bytes
 from pipeline.serving.scoring.predictor import Predictor
@@ -187,9 +187,12 @@ class Publisher:
         )  # fmt: skip
         with self.stages("gate"):
             self._predictor.apply(StagedDelta(draft, patches, constants, composed, values))
+            calibration = self._refit(trained)
             stats["ne"] = self._normalized_entropy(trained)
             self._check_gate(draft)
         contents = {LAYERS_FILE: tensors_to_bytes(constants)}
+        if calibration is not None:
+            contents[CALIBRATION_FILE] = calibration.to_bytes()
         if composed is not None:
             contents[COMPOSED_FILE] = composed.to_bytes()
         if values:
@@ -201,6 +204,13 @@ class Publisher:
         self.history.append(stats)
         self._chain_bytes += delta.size_bytes
         return delta
+
+    def _refit(self, trained: TrainedStep) -> Calibration | None:
+        """Fit the calibration to the scores of the step, if the artifact has a calibration."""
+        if self._predictor.calibration is not None:
+            refit = from_extra("refit_calibration", f"artifact={self._artifact}")
+            self._predictor.calibration = refit(self._predictor, trained)
+        return self._predictor.calibration
 
     def _new_ids(self, trained: TrainedStep) -> dict[str, NewIds]:
         """Return for each feature the values that the step has and the servers do not have.

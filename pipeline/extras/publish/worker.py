@@ -14,12 +14,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeline.checkpoint.steps import list_steps
 from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.config.jobs.train import DeltaGateConfig
+from pipeline.config.serving import CalibrationConfig
 from pipeline.extras.publish.gate import DeltaRefusedError, Stats
 from pipeline.extras.publish.job import PublishJob
 from pipeline.extras.publish.publisher import OutgrownError, Publisher
@@ -47,6 +48,7 @@ class PublishOrder:
     run: str
     artifact: str
     precision: str = "int8"
+    calibration: dict[str, Any] = field(default_factory=dict)
     max_chain: float | None = 0.5
     gate: dict[str, Any] = field(default_factory=dict)
     sign_key: str | None = None
@@ -144,7 +146,8 @@ class Worker:
         order = self._order
         number = 1 + max((number for number, _ in self._generations()), default=0)
         output = f"{order.artifact}.{number:06d}"
-        export(ExportJob(run=order.run, step=step, output=output, precision=order.precision, sign_key=order.sign_key))
+        job = ExportJob(run=order.run, step=step, output=output, precision=order.precision, sign_key=order.sign_key)
+        export(replace(job, calibration=CalibrationConfig(**order.calibration)))
         os.symlink(os.path.basename(output), f"{order.artifact}.new")
         os.replace(f"{order.artifact}.new", order.artifact)
         for _, path in self._generations()[:-KEPT]:

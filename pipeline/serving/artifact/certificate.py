@@ -14,7 +14,7 @@ from pipeline.runtime.logs import get_logger, progress
 from pipeline.serving.artifact.manifest import Manifest
 from pipeline.serving.artifact.plan import ExportPlan
 from pipeline.serving.artifact.quantize import nearest, row_bytes
-from pipeline.serving.artifact.reference import SPLIT, Reference
+from pipeline.serving.artifact.reference import SPLIT, Reference, Scores
 from pipeline.serving.artifact.task_quality import Parity, Quality, measures
 from pipeline.serving.scoring.artifact_files import load_parts
 
@@ -46,15 +46,16 @@ def excesses(found: dict[str, Parity], limits: ParityConfig) -> list[str]:
     return lines
 
 
-def certify(job: ExportJob, reference: Reference, plan: ExportPlan, draft: Manifest, path: str) -> Manifest:
-    """Return the manifest `draft`, which describes the files in folder `path`, with a certificate
-    added.
+def certify(
+    job: ExportJob, reference: Reference, plan: ExportPlan, draft: Manifest, outputs: dict[str, Scores]
+) -> Manifest:
+    """Return the manifest `draft` with a certificate added. `outputs`: artifact_outputs of its files.
 
     Raises ServingError if the scores differ more from the trained model's scores than job.parity
     allows.
     """
     certificate = _costs(reference, plan, job.parity)
-    found = _compare(reference, draft, path)
+    found = {split: reference.compare(split, reference.samples[split].scores(each)) for split, each in outputs.items()}
     certificate["splits"] = {split: parity.as_dict() for split, parity in found.items()}
     for split, parity in found.items():
         titles = measures(parity.ne_delta, parity.auc_delta)
@@ -66,15 +67,16 @@ def certify(job: ExportJob, reference: Reference, plan: ExportPlan, draft: Manif
         hints += ["prune less"] if job.pruning.kind != "none" else []
         hints += ["dense=fp32"] if job.dense != "fp32" else []
         raise ServingError(refusal(lines, certificate, hints, job.precision))
-    return replace(draft, certificate=certificate)
+    return replace(draft, certificate={**draft.certificate, **certificate})
 
 
-def _compare(reference: Reference, draft: Manifest, path: str) -> dict[str, Parity]:
-    """Return split -> comparison of the artifact's scores with the model's scores."""
+def artifact_outputs(reference: Reference, draft: Manifest, path: str) -> dict[str, Scores]:
+    """Return split -> outputs of the layers of the artifact whose files are in folder `path`, not
+    calibrated."""
     lookup, program = load_parts(path, draft)
     with progress("scoring by the artifact", sum(sample.num_rows for sample in reference.samples.values())) as bar:
         return {
-            split: reference.compare(split, sample.score(program, lambda batch: lookup.pooled(*batch.ids), bar.advance))
+            split: sample.outputs(program, lambda batch: lookup.pooled(*batch.ids), bar.advance)
             for split, sample in reference.samples.items()
         }
 

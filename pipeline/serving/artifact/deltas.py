@@ -3,7 +3,8 @@
     <deltas>/00000042/manifest.json   base_version, sequence, previous_sha256, step, saved_at, tables, files; sealed
                       00003.ids       rows of table 3, uint64 little-endian, ascending
                       00003.rows      these rows, as the artifact stores rows
-                      dense.tensors   all tensors of the layers' program; composed.bin if the artifact has one
+                      dense.tensors   all tensors of the layers' program
+                      composed.bin, calibration.json   if the artifact has them
     <deltas>/pin.json                 the delta that servers stay at: {"sequence": 41}, and the reason of a gate
 
 <deltas> is versions/vN/deltas in a registry, and <artifact>/deltas for an artifact outside a
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 from msgspec import Meta
 
+from pipeline.config.registry import from_extra
 from pipeline.runtime.errors import DamagedError
 from pipeline.runtime.json_values import checked
 from pipeline.runtime.storage import signature, storage
@@ -41,7 +43,8 @@ from pipeline.runtime.storage.manifest import (
     sealed_digest,
 )
 from pipeline.runtime.storage.signature import Purpose
-from pipeline.serving.artifact.manifest import COMPOSED_FILE, Manifest
+from pipeline.serving.artifact.manifest import CALIBRATION_FILE, COMPOSED_FILE, Manifest
+from pipeline.serving.artifact.task_quality import Calibration
 
 if TYPE_CHECKING:
     from pipeline.serving.artifact.composed import ComposedTables
@@ -219,6 +222,8 @@ def _problem(values: dict[str, Any], manifest: Manifest, sequence: int) -> str:
     files, wanted = values["files"], {LAYERS_FILE}
     if COMPOSED_FILE in manifest.files:
         wanted.add(COMPOSED_FILE)
+    if CALIBRATION_FILE in manifest.files:
+        wanted.add(CALIBRATION_FILE)
     if VALUES_FILE in files:
         wanted.add(VALUES_FILE)
     changed = [change["table"] for change in values["tables"]]
@@ -304,6 +309,7 @@ class StagedDelta:
     constants: list[torch.Tensor]
     composed: ComposedTables | None
     values: dict[str, NewIds] = field(default_factory=dict)  # by feature: those that have ids from now on
+    calibration: Calibration | None = None
 
 
 def stage_delta(artifact: str, manifest: Manifest, sequence: int) -> StagedDelta:
@@ -320,7 +326,10 @@ def stage_delta(artifact: str, manifest: Manifest, sequence: int) -> StagedDelta
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise DamagedError(f"{delta.path}: {COMPOSED_FILE} is not of this release ({repr(error)[:200]})") from None
     values = values_from_bytes(delta.content(VALUES_FILE), manifest) if VALUES_FILE in delta.files else {}
-    return StagedDelta(delta, patches, constants, composed, values)
+    calibration = None
+    if CALIBRATION_FILE in delta.files:
+        calibration = from_extra("open_calibration", CALIBRATION_FILE)(delta.content(CALIBRATION_FILE), manifest)
+    return StagedDelta(delta, patches, constants, composed, values, calibration)
 
 
 def _read_patch(delta: Delta, change: TableChange, stored_rows: int) -> Patch:

@@ -50,6 +50,11 @@ def export(job: ExportJob) -> ExportSummary:
         "step %d of %s: %d tables with %s rows, %s",
         step.step, job.run, len(step.tables), f"{step.num_rows:,}", show_size(step.table_bytes),
     )  # fmt: skip
+    if step.has_towers and job.calibration.kind != "none":
+        raise ServingError(
+            f"calibration.kind={job.calibration.kind} calibrates scores, and the artifact of model={step.job.model.kind} finds "
+            "items: leave it out"
+        )
     write = from_extra("export_towers", f"model={step.job.model.kind}") if step.has_towers else write_scorer
     try:
         # Tables are read while they are written, so the signature is required here too.
@@ -63,14 +68,19 @@ def export(job: ExportJob) -> ExportSummary:
 
 def write_scorer(job: ExportJob, step: TrainedStep, writer: ArtifactWriter) -> Manifest:
     """Write the files of an artifact that scores rows, and certify them. Raises ServingError."""
-    from pipeline.serving.artifact.certificate import certify
+    from pipeline.serving.artifact.certificate import artifact_outputs, certify
     from pipeline.serving.artifact.plan import choose_precisions, plan_export
     from pipeline.serving.artifact.reference import make_reference, read_samples
 
+    kind = job.calibration.kind
+    calibrate = None if kind == "none" else from_extra("calibrate_artifact", f"calibration.kind={kind}")
     reference = make_reference(step, read_samples(job, step), writer.scratch)
     plan = plan_export(job, step, choose_precisions(job, reference))
     draft = writer.write(plan)
-    return certify(job, reference, plan, draft, writer.path)
+    outputs = artifact_outputs(reference, draft, writer.path)
+    if calibrate is not None:
+        draft = calibrate(job, plan, reference.samples, outputs, writer)
+    return certify(job, reference, plan, draft, outputs)
 
 
 def _already_there(job: ExportJob, step: TrainedStep, output: str) -> ExportSummary:
@@ -121,6 +131,7 @@ class ExportSummary:
 
 def describe(summary: ExportSummary) -> str:
     """Return the lines that the export prints."""
+    from pipeline.serving.artifact.manifest import CALIBRATION_FILE
     from pipeline.serving.artifact.task_quality import measures
 
     sizes, certificate = summary.sizes, summary.certificate
@@ -138,6 +149,8 @@ def describe(summary: ExportSummary) -> str:
         f"tables      {show_size(sizes['tables_before'])} -> {show_size(sizes['tables_after'])} ({ratio:.1f}x smaller); layers "
         f"{show_size(sizes['layers_before'])} -> {show_size(sizes['layers_after'])}, vocabularies {show_size(sizes['vocabularies'])}"
     )
+    if (calibration := certificate.get("calibration")) is not None:
+        lines += from_extra("describe_calibration", CALIBRATION_FILE)(calibration)
     return "\n".join([*lines, *ending(summary)])
 
 

@@ -94,13 +94,13 @@ class Sample:
         """Return the number of rows, including padding."""
         return sum(len(batch.labels) for batch in self.batches)
 
-    def score(
+    def outputs(
         self,
         program: Program,
         pooled: Callable[[SampleBatch], torch.Tensor],
         advance: Callable[[float], object] = lambda rows: None,
     ) -> Scores:
-        """Return the scores of the real rows [n, targets], float64 of the program's float32 outputs.
+        """Return the program's outputs for the real rows, [n, sum of the targets' widths].
 
         advance: called with the number of rows of each batch.
         """
@@ -110,8 +110,21 @@ class Sample:
                 outputs.append(program(batch.dense, batch.rows(pooled))[batch.real])
                 advance(len(batch.labels))
         found = torch.cat(outputs)
+        return found.reshape(len(found), -1).double().numpy()
+
+    def scores(self, outputs: Scores) -> Scores:
+        """Return the scores [n, targets] of outputs [n, sum of the targets' widths]."""
         tasks = [ServedTask(target.name, target.kind, target.width) for target in self.targets]
-        return scores_of(tasks, found.reshape(len(found), -1).double()).numpy()
+        return scores_of(tasks, torch.from_numpy(outputs)).numpy()
+
+    def score(
+        self,
+        program: Program,
+        pooled: Callable[[SampleBatch], torch.Tensor],
+        advance: Callable[[float], object] = lambda rows: None,
+    ) -> Scores:
+        """Return the scores of the real rows [n, targets], float64 of the program's float32 outputs."""
+        return self.scores(self.outputs(program, pooled, advance))
 
 
 def _as_is(pooled: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -41,6 +41,17 @@ def _score(kind: str, outputs: torch.Tensor) -> torch.Tensor:
     if kind == "regression":
         return outputs[:, 0]
     return torch.sigmoid(outputs).sum(1)
+
+
+class Calibration(Protocol):
+    """Maps the layers' outputs to calibrated outputs. The extra `score_calibration` has one."""
+
+    def apply(self, outputs: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Return float64 outputs of the same shape. values, offsets: the ids of the same rows, as in
+        a KeyedJaggedTensor of the artifact's features."""
+
+    def to_bytes(self) -> bytes:
+        """Return the content of the artifact's file."""
 
 
 def width_of(tasks: list[ServedTask]) -> int | None:

@@ -19,6 +19,7 @@ from pipeline.runtime.storage import signature, storage
 from pipeline.runtime.storage.arrow_messages import FILE_MAGIC, unpacked_bytes
 from pipeline.runtime.storage.checksums import FileEntry, damage, read_verified, size_problem
 from pipeline.serving.artifact.manifest import (
+    CALIBRATION_FILE,
     COMPOSED_FILE,
     DENSE_FILE,
     ArtifactError,
@@ -27,6 +28,7 @@ from pipeline.serving.artifact.manifest import (
 )
 from pipeline.serving.artifact.quantize import KeptRows
 from pipeline.serving.artifact.raw_schema import RawFeature
+from pipeline.serving.artifact.task_quality import Calibration
 from pipeline.serving.scoring.dense_program import Program, load_program
 from pipeline.serving.scoring.lookup import MappedLookup, RamLookup, ServedFeature, ServedTable, TableLookup
 
@@ -164,6 +166,14 @@ class ArtifactFiles:
             raise ArtifactError(
                 f"{COMPOSED_FILE} is not of this release ({repr(error)[:200]}); export again"
             ) from error
+
+    def calibration(self) -> Calibration | None:
+        """Return the calibration of scores; None if the artifact has none."""
+        if CALIBRATION_FILE not in self.manifest.files:
+            return None
+        open_calibration = from_extra("open_calibration", CALIBRATION_FILE)
+        calibration: Calibration = open_calibration(self.content(CALIBRATION_FILE), self.manifest)
+        return calibration
 
     def program(self, name: str = DENSE_FILE) -> Program:
         return load_program(self.content(name), storage.join(self._path, name))

@@ -23,7 +23,7 @@ from pipeline.runtime.logs import get_logger
 from pipeline.serving.artifact.deltas import Delta, StagedDelta, deltas_folder, newest_sequence, stage_delta
 from pipeline.serving.artifact.manifest import COMPILED_FILE, ArtifactError, Manifest, read_manifest
 from pipeline.serving.artifact.raw_schema import ROW_ZERO
-from pipeline.serving.artifact.task_quality import ServedTask, scores_of
+from pipeline.serving.artifact.task_quality import Calibration, ServedTask, scores_of
 from pipeline.serving.scoring.artifact_files import ArtifactFiles, open_lookup, parts_of
 from pipeline.serving.scoring.dense_program import DenseProgram, Program, load_compiled
 from pipeline.serving.scoring.lookup import TableLookup, select_features
@@ -107,6 +107,7 @@ class Predictor:
     ) -> None:
         self.manifest, self.encoder, self.lookup = manifest, encoder, lookup
         self.program, self._composed = program, composed
+        self.calibration: Calibration | None = None
         self._keys = [feature.name for feature in encoder.schema.features]
         self.applied: Delta | None = None  # the newest one
         self._num_ids = {feature.name: feature.cardinality for feature in encoder.schema.features}
@@ -142,6 +143,7 @@ class Predictor:
             vocabularies = files.vocabularies(manifest.schema.features)
             program = load_compiled(files.checked(COMPILED_FILE)) if compiled else files.program()
             predictor = cls(manifest, RowEncoder(manifest.schema, vocabularies), lookup, program, files.composed())
+            predictor.calibration = files.calibration()
             predictor._try()
         return predictor
 
@@ -202,6 +204,8 @@ class Predictor:
                 program.replace_constants(staged.constants)
                 undo.callback(setattr, self, "_composed", self._composed)
                 self._composed = staged.composed or self._composed
+                undo.callback(setattr, self, "calibration", self.calibration)
+                self.calibration = staged.calibration or self.calibration
                 self._try()
                 for name, new in names.items():
                     undo.callback(self.encoder.added.add(self._keys.index(name), *new))
@@ -269,6 +273,18 @@ class Predictor:
         Raises ServingError: a feature is missing, an id is outside its table, or `dense` has
         another width.
         """
+        return torch.from_numpy(self._score(dense, *self._selected(dense, sparse)))
+
+    @torch.inference_mode()
+    def outputs(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """Return the outputs of the layers for prepared rows, before they are calibrated. Raises
+        ServingError as score_batch does."""
+        return self._outputs(dense, *self._selected(dense, sparse))
+
+    def _selected(
+        self, dense: torch.Tensor, sparse: KeyedJaggedTensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the ids of prepared rows in the order of the artifact's features."""
         keys = list(sparse.keys())
         if lacking := [key for key in self._keys if key not in keys]:
             raise ServingError(f"the features are {keys[:5]}..., and the artifact wants {lacking[0]!r} too")
@@ -280,17 +296,23 @@ class Predictor:
         if weights is None and self._is_weighted:
             raise ServingError("the features have no weights, and the artifact's have some")
         positions = [keys.index(key) for key in self._keys]
-        return torch.from_numpy(
-            self._score(dense, *select_features(sparse.values(), offsets, len(keys), positions, weights))
-        )
+        return select_features(sparse.values(), offsets, len(keys), positions, weights)
 
     @torch.inference_mode()
     def _score(
         self, dense: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None
     ) -> NDArray[np.float32]:
-        pooled = self._pooled(values, offsets, weights) if self._keys else torch.empty(len(dense), 0)
-        scores: NDArray[np.float32] = self._scores_of(self.program(dense, pooled)).numpy()
+        outputs = self._outputs(dense, values, offsets, weights)
+        if self.calibration is not None:
+            outputs = self.calibration.apply(outputs, values, offsets)
+        scores: NDArray[np.float32] = self._scores_of(outputs).float().numpy()
         return scores
+
+    def _outputs(
+        self, dense: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        pooled = self._pooled(values, offsets, weights) if self._keys else torch.empty(len(dense), 0)
+        return self.program(dense, pooled)
 
     def _pooled(self, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         """Return the pooled rows. A tower of the extra retrieval overrides this to look up only its features."""

@@ -154,15 +154,19 @@ def _words(prepared: str, run: Path, *more: str) -> list[str]:
 def test_a_training_publishes_what_an_export_of_its_last_step_scores(
     prepared_clicks: str, tmp_path: Path, asynchronous: bool
 ) -> None:
+    """Also with averaged layers, and with scores that are calibrated again at each delta."""
     run = tmp_path / "run"
-    train(load_config(TrainJob, _words(prepared_clicks, run, f"checkpoint.asynchronous={str(asynchronous).lower()}")))
+    words = ["trainer.average.kind=ema", "publishing.calibration.kind=platt", f"checkpoint.asynchronous={asynchronous}"]
+    train(load_config(TrainJob, _words(prepared_clicks, run, *words)))
     artifact = str(run / "artifacts/published")
     predictor = Predictor.load(artifact)
     predictor.catch_up(artifact)
     assert predictor.sequence == newest_sequence(deltas_folder(artifact)) >= 1
     assert predictor.applied is not None and predictor.applied.step == 24
     rows = raw_rows(Path(prepared_clicks).parent / "clicks.tsv", 300)
-    whole = Predictor.load(export_step(run, 24, tmp_path / "whole", "precision=fp32"))
+    calibrated = ["calibration.kind=platt", "parity.max_rows=100000"]
+    whole = Predictor.load(export_step(run, 24, tmp_path / "whole", "precision=fp32", *calibrated))
+    assert predictor.calibration is not None
     np.testing.assert_array_equal(predictor.score(rows).scores, whole.score(rows).scores)
     delta = read_delta(deltas_folder(artifact), artifact, read_manifest(artifact), 1)
     assert 0.3 < delta.stats["progressive_ne"] < 3.0
