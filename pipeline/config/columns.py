@@ -18,7 +18,8 @@ from pipeline.runtime.errors import (
     did_you_mean,
 )
 
-LABEL_KINDS = ("binary", "regression", "ordinal")
+LABEL_KINDS = ("binary", "regression", "ordinal", "classes")
+COUNTED_KINDS = ("ordinal", "classes")  # labels with num_buckets
 MAX_BUCKETS = 1000
 # The metrics of each kind that early stopping and checkpoints can use.
 LABEL_METRICS = {"binary": ("ne", "auc", "logloss"), "regression": ("mse", "mae", "r2"), "ordinal": ("ne", "mae")}
@@ -29,7 +30,7 @@ class LabelConfig:
     """One label, a column of the source.
 
     kind: binary is 0 or 1; regression is any number; ordinal is a bucket number from 0 to num_buckets - 1
-        whose order has a meaning.
+        whose order has a meaning; classes is a number from 0 to num_buckets - 1 whose order has no meaning.
     weight: factor of the label's loss in the sum over all labels. Only training uses it.
     values: text -> number, {yes: 1, no: 0}, for a binary or ordinal label whose column holds text.
     threshold: for a binary label; it is 1 if the column's number is at least the threshold, otherwise 0.
@@ -51,11 +52,13 @@ class LabelConfig:
         self.read_loss()
         self._check_cells()
         check_above("labels.weight", self.weight, 0.0)
-        if self.kind != "ordinal" and self.num_buckets is not None:
-            raise ConfigError(f"labels.num_buckets={self.num_buckets} needs kind=ordinal, not kind={self.kind}")
-        if self.kind == "ordinal":
+        if self.kind not in COUNTED_KINDS and self.num_buckets is not None:
+            raise ConfigError(
+                f"labels.num_buckets={self.num_buckets} needs kind=ordinal or kind=classes, not kind={self.kind}"
+            )
+        if self.kind in COUNTED_KINDS:
             if self.num_buckets is None:
-                raise ConfigError("labels.kind=ordinal needs num_buckets=<the number of buckets>")
+                raise ConfigError(f"labels.kind={self.kind} needs num_buckets=<how many there are>")
             check_within("labels.num_buckets", self.num_buckets, 2, MAX_BUCKETS)
 
     def read_loss(self) -> Callable[..., Any] | None:
@@ -114,9 +117,21 @@ class NegativeSamplingConfig:
         check_at_least("negative_sampling.seed", self.seed, 0)
 
 
-def check_labels(labels: Mapping[str, LabelConfig]) -> None:
-    """Raise ConfigError if a mask is not a binary label, or masks depend on each other in a circle."""
+def learnt_labels(labels: Mapping[str, LabelConfig]) -> dict[str, LabelConfig]:
+    """Return labels as a model learns and measures them: each class as a binary label, <label>_<class>."""
+    found: dict[str, LabelConfig] = {}
     for name, label in labels.items():
+        classes = range(label.num_buckets or 0) if label.kind == "classes" else ()
+        found |= {f"{name}_{value}": LabelConfig(mask=label.mask) for value in classes} or {name: label}
+    return found
+
+
+def check_labels(labels: Mapping[str, LabelConfig]) -> None:
+    """Raise ConfigError if a mask is not a binary label, masks depend on each other in a circle, or
+    a class has the name of a label."""
+    for name, label in labels.items():
+        if taken := [each for each in learnt_labels({name: label}) if each != name and each in labels]:
+            raise ConfigError(f"data.columns.labels: {taken[0]!r} is a label and a class of {name!r}: rename one")
         if label.mask is None:
             continue
         key = f"data.columns.labels.{name}.mask"

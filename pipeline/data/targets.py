@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.config.columns import ColumnsConfig
@@ -18,7 +20,8 @@ class Target:
     weight: the weight of its loss in the sum. mask: a label that is 1 in the rows that count.
     train_offset: a number added to its logits in training only, because training rows were sampled:
     log(1 / keep). loss: of a regression label, a function (outputs, labels) -> losses, [rows] each;
-    None: squared error.
+    None: squared error. label, value: this target is one class of a label; the targets of its other
+    classes come before and after it.
     """
 
     name: str
@@ -28,18 +31,40 @@ class Target:
     mask: str | None = None
     train_offset: float = 0.0
     loss: Any = None
+    label: str | None = None
+    value: int | None = None
 
     @property
     def width(self) -> int:
-        """Return how many numbers a model outputs for this label: one logit or value, or for an
-        ordinal label a logit per bucket except the first.
+        """Return how many numbers a model outputs for this label: one logit or value, a logit per
+        class, or for an ordinal label a logit per bucket except the first.
         """
-        return 1 if self.num_buckets is None else self.num_buckets - 1
+        return 1 if self.num_buckets is None else self.num_buckets - (self.kind == "ordinal")
+
+    @property
+    def classes(self) -> list[Target]:
+        """Return a binary target for each class of a label of classes, otherwise the target itself."""
+        if self.kind != "classes":
+            return [self]
+        binary = replace(self, kind="binary", num_buckets=None, label=self.name)
+        return [replace(binary, name=f"{self.name}_{value}", value=value) for value in range(self.width)]
+
+
+def heads_of(targets: Sequence[Target]) -> list[Target]:
+    """Join the targets of one label's classes, the inverse of Target.classes."""
+    counts = Counter(target.label for target in targets)
+    heads = {target.label or target.name: target for target in targets}
+    return [
+        replace(head, name=name, kind="classes", num_buckets=counts[name], label=None, value=None)
+        if head.label
+        else head
+        for name, head in heads.items()
+    ]
 
 
 def targets_of(columns: ColumnsConfig, dataset: Dataset, learns_all: bool) -> list[Target]:
     """Return the main label, which data.columns.label may change. If the model learns all labels,
-    also return the other labels.
+    also return the other labels. A label of classes gives a target for each class.
 
     Raises:
         DataError: the data set lacks a label of data.columns, or has it with other settings.
@@ -66,7 +91,7 @@ def targets_of(columns: ColumnsConfig, dataset: Dataset, learns_all: bool) -> li
     names = [main, *(name for name in held if name != main)] if learns_all else [main]
     sampling = dataset.negative_sampling
     offsets = {sampling["label"]: -math.log(sampling["keep"])} if sampling else {}
-    return [
+    targets = [
         Target(
             name,
             held[name].kind,
@@ -78,6 +103,7 @@ def targets_of(columns: ColumnsConfig, dataset: Dataset, learns_all: bool) -> li
         )
         for name in names
     ]
+    return [each for target in targets for each in target.classes]
 
 
 def main_label(columns: ColumnsConfig, dataset: Dataset) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.config.columns import learnt_labels
 from pipeline.config.jobs.job import Job, job_of
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.retraining import (
@@ -100,6 +101,7 @@ class RetrainJob(TrainJob):
             )
         main, labels = self.data.columns.label, self.data.columns.all_labels
         learnt = labels if self.model.learns_all else {name: label for name, label in labels.items() if name == main}
+        learnt = learnt_labels(learnt)
         if learnt and (self.gate.task or main) not in learnt:
             raise ConfigError(
                 f"gate.task={self.gate.task!r} is not a label that model={self.model.kind} learns; choose among {', '.join(learnt)}"

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pipeline.config.columns import LABEL_METRICS
+from pipeline.config.columns import LABEL_METRICS, learnt_labels
 from pipeline.config.data import DataConfig
 from pipeline.config.jobs.job import Job, PathsConfig, job_of
 from pipeline.config.model import ModelConfig
@@ -212,6 +212,8 @@ class TrainJob(Job):
         If there are several labels, names are <label>/<metric>."""
         main, labels = self.data.columns.label, self.data.columns.all_labels
         learnt = [main, *(name for name in labels if name != main)] if self.model.learns_all else [main]
+        labels = learnt_labels({name: labels[name] for name in learnt if name in labels})
+        learnt = list(labels) or learnt
         found: list[str] = []
         for name in learnt:
             kind = labels[name].kind if name in labels else "binary"

@@ -90,7 +90,7 @@ class Features:
     @property
     def label_types(self) -> dict[str, pa.DataType]:
         """Return the types of all labels and of the weight in shards."""
-        types = {"binary": pa.int8(), "ordinal": pa.int16(), "regression": pa.float32()}
+        types = {"binary": pa.int8(), "ordinal": pa.int16(), "classes": pa.int16(), "regression": pa.float32()}
         found = {name: types[label.kind] for name, label in self.labels.items()}
         return found | ({self.weight: pa.float32()} if self.weight else {})
 

@@ -60,7 +60,7 @@ def wanted_label(label: LabelConfig) -> str:
         return wanted_text(label)
     if label.threshold is not None:
         return "a number"
-    if label.kind == "ordinal":
+    if label.num_buckets is not None:
         return f"a whole number from 0 to {(label.num_buckets or 0) - 1}"
     return "0 or 1" if label.kind == "binary" else "a finite 32-bit number"
 

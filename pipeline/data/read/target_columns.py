@@ -45,7 +45,8 @@ class TargetColumns:
         columns = dataset.label_columns
         self._aside = [columns.index(name) for name in aside]
         self._targets = list(targets) if targets else [Target(dataset.label)]
-        self._positions = [columns.index(target.name) for target in self._targets]
+        self._positions = [columns.index(target.label or target.name) for target in self._targets]
+        self._classes = {at: target.value for at, target in enumerate(self._targets) if target.value is not None}
         self._masks = [None if target.mask is None else columns.index(target.mask) for target in self._targets]
         self._weight = columns.index(dataset.weight_column) if dataset.weight_column else None
         sampling = dataset.negative_sampling if split == "train" else {}
@@ -54,7 +55,7 @@ class TargetColumns:
             1.0 / sampling["keep"] if sampling and not (for_training and target.train_offset) else 1.0
             for target in self._targets
         ]
-        self._is_plain = len(columns) == 1 and set(self._negatives_count) == {1.0}
+        self._is_plain = len(columns) == 1 and set(self._negatives_count) == {1.0} and not self._classes
 
     def __call__(self, values: Floats, present: NDArray[np.bool_]) -> TargetValues:
         """Compute labels and weights.
@@ -66,6 +67,8 @@ class TargetColumns:
             return TargetValues(values, present.astype(np.float32), None)
         values = values.reshape(len(present), -1)
         labels = np.take(values, self._positions, axis=1)
+        for position, value in self._classes.items():
+            labels[:, position] = labels[:, position] == value
         weights = np.empty_like(labels)
         weights[:] = present[:, None]
         if self._weight is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pipeline.data.targets import heads_of
 from pipeline.embeddings.table import Table
 from pipeline.models.checks import check_layer_sizes, dims_of_features
 from pipeline.models.vectors import DIM_WITHOUT_TABLES, VectorsConfig
@@ -51,6 +52,7 @@ class TowersConfig(VectorsConfig):
         from pipeline.models.layers.features import FeatureInputs, RowsModel
 
         self.check_targets(targets)
+        targets = heads_of(targets)
         dims = dims_of_features(tables)
         dim = next(iter(dims.values()), DIM_WITHOUT_TABLES)
         inputs = FeatureInputs(len(dims), num_dense_features, dim, self.dense_features == "vectors")
@@ -61,7 +63,7 @@ class TowersConfig(VectorsConfig):
 
     def check_targets(self, targets: list[Target]) -> None:
         """Raise ConfigError if the model cannot learn these labels."""
-        names = [target.name for target in targets]
+        names = [target.name for target in heads_of(targets)]
         if unknown := [name for name in self.towers if name not in names]:
             raise ConfigError(
                 f"model.towers names {unknown[0]!r}, which is not a "

@@ -88,7 +88,7 @@ def render_report(run: Run) -> str:
         num_ranks=run.starts[-1].world_size if run.starts else run.config.get("world_size", 1),
         several=several,
         measured=measured,
-        not_learnt=[each.name for each in dataset.all_labels if each.name not in run.labels] if dataset else [],
+        not_learnt=[each.name for each in dataset.all_labels if each.name not in run.labels and each.kind != "classes"] if dataset else [],
         cards=_cards(run, split, step, metrics),
         warnings=list(warnings_of(run, metrics, found)),
         quality=[(label, charts) for label in run.labels if (charts := _quality(run, label))],

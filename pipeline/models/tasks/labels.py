@@ -3,7 +3,8 @@
 A binary label has one logit and cross-entropy. A regression label has one value and squared error,
 or a registered loss (data.columns.labels.<name>.loss).
 An ordinal label has for each bucket except the first the logit of "this bucket or a later bucket"
-(Frank and Hall 2001), and the mean of their cross-entropies.
+(Frank and Hall 2001), and the mean of their cross-entropies. A label of classes has a target for
+each class, whose outputs are logits of the softmax's probabilities, and the softmax's cross-entropy.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class LabelsTask(nn.Module):
         ends = [sum(target.width for target in targets[: number + 1]) for number in range(len(targets))]
         # Learnt logarithms of losses' variances (Kendall et al., CVPR 2018). None: given weights.
         learns_weights = getattr(config, "uncertainty_weights", False)
-        self.log_variances = nn.Parameter(torch.zeros(len(targets))) if learns_weights else None
+        self._heads = [target.label or target.name for target in targets]
+        self.log_variances = nn.Parameter(torch.zeros(len(set(self._heads)))) if learns_weights else None
         self._columns = [slice(end - target.width, end) for end, target in zip(ends, targets, strict=True)]
 
     def forward(self, outputs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, LabelsPrediction]:
@@ -85,8 +87,11 @@ class LabelsTask(nn.Module):
         ]
 
     def total(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of the targets' mean losses. With learnt s, each is exp(-s) * loss + s / 2."""
-        means = torch.stack([each.mean() for each in losses])
+        """Return the sum of the labels' mean losses. With learnt s, each is exp(-s) * loss + s / 2."""
+        of_heads: dict[str, torch.Tensor] = {}
+        for head, each in zip(self._heads, losses, strict=True):
+            of_heads[head] = of_heads[head] + each.mean() if head in of_heads else each.mean()
+        means = torch.stack(list(of_heads.values()))
         if self.log_variances is None:
             return means.sum()
         return (torch.exp(-self.log_variances) * means + self.log_variances / 2).sum()
@@ -161,6 +166,8 @@ class LabelsMeasure:
 
 def losses_of(target: Target, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the unweighted losses [B] of outputs [B, target.width] and labels [B]."""
+    if target.value is not None:  # -log(probability) of the label's class; the other classes add 0
+        return labels * F.softplus(-outputs[:, 0])
     if target.kind == "binary":
         return F.binary_cross_entropy_with_logits(outputs[:, 0], labels, reduction="none")
     if target.kind == "regression":
@@ -247,7 +254,7 @@ def _regression_sums(target: Target, prediction: TargetPrediction) -> torch.Tens
 
 def _regression_metrics(target: Target, sums: list[float]) -> dict[str, float]:
     """Return mse, mae, r2 (1 - mse / variance of the label) and means; NaN if no row counts.
-    A target with a loss of its own also has that loss."""
+    If the target has a `loss`, also return its mean."""
     weight, squares, absolutes, labels, label_squares, outputs, loss = (_ratio(each, sums[0]) for each in sums)
     variance = label_squares - labels**2
     return ({"loss": loss} if target.loss is not None else {}) | {

@@ -20,7 +20,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.registry import find
 from pipeline.config.training import LossConfig
 from pipeline.data.read.batch import Batch
-from pipeline.data.targets import Target
+from pipeline.data.targets import Target, heads_of
 from pipeline.embeddings.table import Table
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.process.distributed import DistributedContext
@@ -115,10 +115,11 @@ def make_task(
     rows_per_stream: rows of a training batch that may belong to one group (data.read.streams).
     """
     targets = targets or [Target("label")]
-    if not config.learns_all and targets[0].width > 1:
+    main = heads_of(targets)[0]
+    if not config.learns_all and main.width > 1:
         raise ConfigError(
-            f"model={config.kind} gives one number per row, and ordinal label {targets[0].name!r} "
-            f"of {targets[0].num_buckets} buckets needs {targets[0].width}; choose a model with a "
+            f"model={config.kind} gives one number per row, and label {main.name!r} of kind {main.kind} "
+            f"with num_buckets={main.num_buckets} needs {main.width}; choose a model with a "
             "tower for each label, such as model=shared_bottom"
         )
     plain = len(targets) == 1 and targets[0].kind == "binary"

@@ -16,7 +16,8 @@ from pipeline.models.layers.mlp import MLP
 
 class Towers(nn.Module):
     """Map dense [B, N] and rows [B, F, D] to [B, sum of the targets' widths]. Each target has an
-    MLP, whose input is the output of `body` for this target.
+    MLP, whose input is the output of `body` for this target. Outputs of a label of classes are the
+    logits of its softmax's probabilities.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class Towers(nn.Module):
     ) -> None:
         super().__init__()
         self.inputs, self.body = inputs, body
+        self._classes = [target.kind == "classes" for target in targets]
         self.towers = nn.ModuleDict(
             {
                 table_name(target.name): MLP(width, layer_sizes, settings, out_features=target.width)
@@ -39,8 +41,14 @@ class Towers(nn.Module):
 
     def forward(self, dense: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         _, inputs = self.inputs(dense, rows)
-        parts = zip(self.towers.values(), self.body(inputs), strict=True)
-        return torch.cat([tower(part) for tower, part in parts], dim=1)
+        parts = zip(self.towers.values(), self.body(inputs), self._classes, strict=True)
+        return torch.cat([class_logits(tower(part)) if each else tower(part) for tower, part, each in parts], dim=1)
+
+
+def class_logits(scores: torch.Tensor) -> torch.Tensor:
+    """Map [B, K] to [B, K]: the logits of softmax(scores), score k minus the logsumexp of all other scores."""
+    itself = torch.eye(scores.shape[1], dtype=torch.bool, device=scores.device)
+    return scores - scores[:, None, :].masked_fill(itself, float("-inf")).logsumexp(2)
 
 
 class SharedBottom(nn.Module):

@@ -44,7 +44,7 @@ class PositionBias(nn.Module):
 
 @register("task", "reshaped_click")
 class ReshapedClickTask(ClickTask):
-    """Compute the loss of LossConfig. The metrics are those of ClickTask, with the position bias."""
+    """Compute the loss of LossConfig. ClickTask's metrics are measured with the position bias."""
 
     def __init__(self, config: ModelConfig, tables: list[Table], loss: LossConfig, rows_per_stream: int = 1) -> None:
         super().__init__(config, tables)
@@ -64,9 +64,7 @@ class ReshapedClickTask(ClickTask):
         losses = self._row_losses(logits, batch)
         if self.training and self._ranking is not None:
             if batch.groups is None:
-                raise ConfigError(
-                    "trainer.loss.ranking: these batches have no groups, as those of a stream; leave it out"
-                )
+                raise ConfigError("trainer.loss.ranking: a stream has no groups of rows; leave the key out")
             ranked = self._ranking(ListRows.of(logits, batch, self._rows_per_stream)).reshape(-1)
             losses = torch.lerp(losses, ranked, self._ranking_weight)
         loss = losses.mean()
