@@ -16,7 +16,7 @@ from pipeline.config.training import TrainerConfig
 from pipeline.data.dataset import check_group
 from pipeline.data.read.batch import Batch
 from pipeline.data.read.batches import BatchReader
-from pipeline.data.read.endless import EndOfInputError
+from pipeline.data.read.endless import EndOfInputError, InputPausedError
 from pipeline.data.read.reader import ShardReader
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.planner.resolved_job import ResolvedJob
@@ -121,7 +121,7 @@ class BatchOrder:
 
 
 Made = TypeVar("Made")
-PORTABLE: tuple[type[Exception], ...] = (UserError, OSError, EndOfInputError)
+PORTABLE: tuple[type[Exception], ...] = (UserError, OSError, InputPausedError, EndOfInputError)
 # minimum of the rows that the share of bad rows is computed from: one bad row group can fail at
 # once
 FIRST_ROWS = 100_000
@@ -154,7 +154,8 @@ class InputWatch:
         self._fail_safe = FailSafe(reader, self._note_failure)
 
     def batches(self, source: Iterator[Batch]) -> Generator[Batch, None, None]:
-        """Yield batches as FailSafe.batches does."""
+        """Yield batches as FailSafe.batches does. An earlier failure is forgotten."""
+        self._fail_safe.error, self._sync.input_ended, self._sync.input_failed = None, False, False
         return self._fail_safe.batches(source)
 
     def _note_failure(self) -> None:

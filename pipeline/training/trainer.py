@@ -16,7 +16,7 @@ from pipeline import devices
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.training import TrainerConfig
 from pipeline.data.read.batch import Batch
-from pipeline.data.read.endless import EndOfInputError, TablesFullError
+from pipeline.data.read.endless import EndOfInputError, InputPausedError, TablesFullError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.sharding.torchrec.sharder import ShardedTables, TimedTrainPipeline
@@ -135,7 +135,11 @@ class Trainer:
                 batches = self._begin()
                 continue
             if self._has_ended():
-                break
+                if state.is_over:
+                    break
+                batches.close()
+                batches = self._begin()
+                continue
             state.step += 1
             watchdog.beat(state.step)
             state.preempted = state.sync.stop_agreed
@@ -193,11 +197,16 @@ class Trainer:
         self._state.step -= late
 
     def _has_ended(self) -> bool:
-        """Return True if the input stream has ended. Collective after a failure of a reader, which
-        it raises on all ranks. Hooks save the last complete step before the failure is raised, if
-        that step is known."""
+        """Return True if the input stream has ended or pauses. Collective after a failure of a
+        reader, which it raises on all ranks. Hooks save the last complete step before the failure
+        is raised, if that step is known."""
         if failure := self._input.failure():
             self._step_back()
+            if isinstance(failure, InputPausedError):
+                self._state.sync.forget()
+                self._state.detach()
+                self._hooks.call("on_input_pause", self._state)
+                return True
             if isinstance(failure, EndOfInputError):
                 logger.info("step %d  %s", self._state.step, failure)
                 self._state.preempted, self._state.input_ended = preemption.wanted(), True

@@ -63,6 +63,13 @@ class EndOfInputError(Exception):
     """
 
 
+class InputPausedError(EndOfInputError):
+    """No row has arrived for some time.
+
+    Training saves the complete step, and reads on from it.
+    """
+
+
 class TablesFullError(EndOfInputError):
     """New values of a stream have no free row in their table.
 

@@ -221,6 +221,25 @@ class PublishDeltas(Hook):
             "publish_stopped": float(bool(self._stopped)),
         }
 
+    def on_input_pause(self, state: TrainingState) -> None:
+        """Publish what was trained. While there are no rows no step is due, so wait here until an
+        earlier step in work is published.
+        """
+        if self._publisher is not None and state.saved_step == state.step:
+            self._is_due, self._due_since = False, self._clock()
+            self._submit(state.step)
+            if self._waiting is not None:
+                self._await(self.job.publishing.finish_s, lambda: self._waiting is None)
+
+    def _await(self, seconds: float, is_done: Callable[[], bool]) -> None:
+        """Take answers until is_done(), for so many seconds at most."""
+        assert self._publisher is not None
+        until = time.monotonic() + seconds
+        with watchdog.unwatched("publishing a step"):
+            while not is_done() and (left := until - time.monotonic()) > 0:
+                if (answer := self._publisher.answer(left)) is not None:
+                    self._note(answer)
+
     def on_fit_end(self, state: TrainingState) -> None:
         """Publish the last step and wait for it, unless the run continues with larger tables.
 
@@ -233,11 +252,7 @@ class PublishDeltas(Hook):
             return
         self._submit(state.step)
         seconds = min(self.job.publishing.finish_s, STOP_S) if state.preempted else self.job.publishing.finish_s
-        until = time.monotonic() + seconds
-        with watchdog.unwatched("publishing the last step"):
-            while self._in_work is not None and (left := until - time.monotonic()) > 0:
-                if (answer := self._publisher.answer(left)) is not None:
-                    self._note(answer)
+        self._await(seconds, lambda: self._in_work is None)
         if self._in_work is not None:
             logger.warning(
                 "step %d is still being published after %g s (publishing.finish_s)",

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 FOLDER = "follow"  # the run folder in retrain's run_dir
 JOURNAL = "stream/journal.jsonl"
+PAUSE_S = 60.0  # without a row, where publishing.when counts steps
 logger = get_logger("pipeline.retrain")
 
 
@@ -129,5 +130,14 @@ def open_stream(job: RetrainJob, resolved: ResolvedJob, context: DistributedCont
         source, encoder, Journal(os.path.join(run_dir, JOURNAL)) if context.is_main else None,
         name=f"{job.stream.kind}:{job.source}", batch_size=resolved.job.trainer.micro_batch_size // world_size,
         stream=job.stream, config=data.reader, quarantine=rows, ranks=ranks,
-        values=NewValues(capacities, job.stream.new_values.admit_probability),
+        values=NewValues(capacities, job.stream.new_values.admit_probability), pause_s=_pause_s(resolved.job),
     )  # fmt: skip
+
+
+def _pause_s(job: TrainJob) -> float | None:
+    """Return after how many seconds without a row the last step is published; None: no step is, or
+    the input could end within a step.
+    """
+    if job.publishing.cadence is None or job.trainer.gradient_accumulation_steps > 1:
+        return None
+    return job.publishing.cadence.seconds or PAUSE_S

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipeline.data.read.endless import EndOfInputError, TablesFullError, Values
+from pipeline.data.read.endless import EndOfInputError, InputPausedError, TablesFullError, Values
 from pipeline.extras.stream.source import Range
 from pipeline.runtime.errors import RetrainingError
 
@@ -58,7 +58,8 @@ class StreamRanks:
 
     def end(self, round_: int, number: int, error: Exception) -> None:
         """On rank 0: publish that there is no batch `number`."""
-        said: dict[str, Any] = {"end" if isinstance(error, EndOfInputError) else "failure": str(error)}
+        kinds = {"pause": InputPausedError, "end": EndOfInputError, "failure": Exception}
+        said: dict[str, Any] = {next(name for name, kind in kinds.items() if isinstance(error, kind)): str(error)}
         if isinstance(error, TablesFullError):
             said = {"full": error.tables}
         for rank in range(1, self.world_size):
@@ -80,6 +81,8 @@ class StreamRanks:
         self._store.delete_key(key)
         if "full" in values:
             raise TablesFullError(values["full"])
+        if "pause" in values:
+            raise InputPausedError(values["pause"])
         if "end" in values:
             raise EndOfInputError(values["end"])
         if "failure" in values:

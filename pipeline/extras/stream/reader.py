@@ -19,7 +19,14 @@ from typing import Any
 from pipeline.config.data import ReaderConfig
 from pipeline.config.retraining import StreamConfig
 from pipeline.data.read.batch import Batch
-from pipeline.data.read.endless import ENDLESS_STEPS, EndOfInputError, Known, TablesFullError, Values
+from pipeline.data.read.endless import (
+    ENDLESS_STEPS,
+    EndOfInputError,
+    InputPausedError,
+    Known,
+    TablesFullError,
+    Values,
+)
 from pipeline.data.read.prefetch import Prefetcher
 from pipeline.data.read.quarantine import Quarantine
 from pipeline.extras.stream.encode import LineEncoder
@@ -64,11 +71,13 @@ class StreamReader:
         ranks: StreamRanks | None = None,
         values: NewValues | None = None,
         clock: Callable[[], float] = time.time,
+        pause_s: float | None = None,
     ) -> None:
         """name: the stream's name; a run cannot continue with another stream. batch_size: per rank.
         journal: used by rank 0. ranks: None for one rank.
 
-        values: the new values of vocabularies; None: the run has none.
+        values: the new values of vocabularies; None: the run has none. pause_s: raise
+        InputPausedError after so many seconds without a row, once for each batch read.
         """
         self.config, self.batch_size, self._ranks = config, batch_size, ranks
         self._all_rows = batch_size * (ranks.world_size if ranks else 1)  # of a batch
@@ -82,6 +91,7 @@ class StreamReader:
         self._first, self._taken = 0, deque[_Taken]()
         self._event_time: float | None = None  # up to self._first
         self._behind, self._looked_at = 0.0, 0.0
+        self._pause_s, self._read_since_pause = pause_s, False
         self._values = values or NewValues({}, 1.0)
         self.full: list[str] = []  # tables without a row for a value, which have ended the stream
 
@@ -187,12 +197,14 @@ class StreamReader:
                         f"the journal of the stream does not continue after batch {number}: choose another run_dir"
                     )
                 offsets[name] = end
+            self._read_since_pause = True
             yield [self._source.reread(each) for each in ranges]
             number += 1
         left: Rows | None = None
         while True:
             parts, left = self._collect(offsets, left, stopped)
             self._journal.append(number, [part.range for part in parts])
+            self._read_since_pause = True
             yield parts
             number += 1
 
@@ -245,6 +257,9 @@ class StreamReader:
             raise EndOfInputError("the run was asked to stop while it waited for rows")
         if self._stream.idle_s is not None and time.monotonic() - since > self._stream.idle_s:
             raise EndOfInputError(f"no row has arrived for stream.idle_s={self._stream.idle_s:g}")
+        if self._pause_s is not None and self._read_since_pause and time.monotonic() - since > self._pause_s:
+            self._read_since_pause = False
+            raise InputPausedError(f"no row has arrived for {self._pause_s:g} s")
 
     def _batch(self, parts: list[Rows], ranges: list[Range]) -> Batch:
         made = self._encoder.encode(parts)

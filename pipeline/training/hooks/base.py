@@ -153,8 +153,8 @@ class Hook:
         """There are steps to train, and the first batch is read next. Collective."""
 
     def on_step_start(self, state: TrainingState) -> None:
-        """A step is about to train its micro-batches. on_step_end or on_rollback follows.
-        Collective."""
+        """A step is about to train its micro-batches. on_step_end, on_rollback or
+        on_input_pause follows. Collective."""
 
     def on_batch_end(self, state: TrainingState, prediction: Any) -> None:
         """The backward of a micro-batch is done. The prediction is None if the batch has updated
@@ -193,6 +193,10 @@ class Hook:
 
     def on_rollback(self, state: TrainingState) -> None:
         """The run went back to `state.step`. on_restore was called before. Collective."""
+
+    def on_input_pause(self, state: TrainingState) -> None:
+        """A stream has no row for now, and `state.step` is complete. Training reads on.
+        Collective."""
 
     def on_failure(self, state: TrainingState) -> None:
         """The run ends with an error, but `state.step` is complete. Example: rows cannot be read.

@@ -46,7 +46,7 @@ class Saving:
         """Save a step. Raises CheckpointError if the save failed and the policy is to stop or the
         failures are too many."""
         started = time.monotonic()
-        self._await_pending()
+        self.await_pending()
         try:
             path = self._checkpointer.save(step, values, files)
         except CheckpointError as error:
@@ -56,16 +56,17 @@ class Saving:
         done = "copied; writing" if self._checkpointer.asynchronous else "saved"
         logger.info("step %d  %s to %s in %.1f s", step, done, path, time.monotonic() - started)
         if not self._checkpointer.asynchronous:
-            self._await_pending()
+            self.await_pending()
 
     def finish(self) -> None:
         """Wait for a save in progress. Raises CheckpointError if the last save failed, under any
         policy."""
-        self._await_pending()
+        self.await_pending()
         if self._failures:
             raise self._failures[-1]
 
-    def _await_pending(self) -> None:
+    def await_pending(self) -> None:
+        """Wait for a save in progress, and apply the policy for a failure."""
         if self._is_pending:
             self._is_pending = False
             try:
@@ -146,6 +147,12 @@ class SaveCheckpoints(Hook):
                 self._saving.finish()
             except CheckpointError as error:
                 logger.error("%s", error)
+
+    def on_input_pause(self, state: TrainingState) -> None:
+        if state.saved_step < state.step:
+            self._save(state)
+            with watchdog.saving():
+                self._saving.await_pending()
 
     def on_fit_end(self, state: TrainingState) -> None:
         if state.saved_step < state.step:

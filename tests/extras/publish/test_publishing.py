@@ -108,6 +108,17 @@ def test_a_run_that_is_asked_to_stop_publishes_the_step_that_it_has_saved() -> N
     assert published.sent == [1] and hook.log_values(state)["published_step"] == 1
 
 
+def test_a_pause_of_the_input_publishes_the_step_that_was_saved_after_one_in_work() -> None:
+    hook, state, _, published = _hook("every_4_steps")
+    for _ in range(6):
+        _step(hook, state)
+    state.saved_step = state.step
+    hook.on_input_pause(state)
+    assert published.sent == [4, 6] and hook.log_values(state)["published_step"] == 4
+    _step(hook, state)
+    assert published.sent == [4, 6], "the input goes on, and the next is due at step 8"
+
+
 def test_steps_are_published_by_the_clock(caplog: pytest.LogCaptureFixture) -> None:
     hook, state, clock, published = _hook("every_5_minutes")
     for clock.now in (0.0, 299.0, 300.0, 301.0, 599.0, 600.0):

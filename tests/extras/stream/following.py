@@ -28,9 +28,9 @@ def rows_of(batch: Batch) -> list[bytes]:
     return [dense[i].tobytes() + labels[i].tobytes() + ids[:, i].tobytes() for i in range(batch.batch_size)]
 
 
-def until_the_end(batches: Iterator[Batch]) -> list[list[bytes]]:
+def until_the_end(batches: Iterator[Batch], end: type[EndOfInputError] = EndOfInputError) -> list[list[bytes]]:
     found = []
-    with pytest.raises(EndOfInputError):
+    with pytest.raises(end):
         while True:
             found.append(rows_of(next(batches)))
     return found

@@ -71,6 +71,42 @@ def _of(source: Path, place: list[Any]) -> list[bytes]:
     return (source / name).read_bytes()[begin:end].splitlines()
 
 
+def _published_step(run: Path) -> int:
+    artifact = str(run / "follow/artifacts/published")
+    if not os.path.exists(artifact):
+        return -1
+    predictor = Predictor.load(artifact)
+    predictor.catch_up(artifact)
+    return predictor.applied.step if predictor.applied else int(predictor.manifest.lineage["step"])
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_training_publishes_in_a_pause_and_then_reads_on(
+    prepared_clicks: str, tmp_path: Path, num_ranks: int
+) -> None:
+    lines = (Path(prepared_clicks).parent / "clicks.tsv").read_bytes().splitlines(keepends=True)
+    source, run, whole = tmp_path / "source", tmp_path / "run", tmp_path / "whole"
+    source.mkdir()
+    (source / "a.tsv").write_bytes(b"".join(lines[:1230]))
+    words = ["publishing.when=every_2_seconds", "publishing.gate.max_rows=300", "checkpoint.save_every_steps=0"]
+    process = start_retrain(follow_words(prepared_clicks, source, run, *words, "stream.idle_s=300"), num_ranks)
+    try:
+        wait_until(lambda: newest_step(run) == 12, process)  # the last batch, which is read ahead otherwise
+        wait_until(lambda: _published_step(run) == 12, process)
+        (source / "b.tsv").write_bytes(b"".join(lines[1230:2000]))
+        wait_until(lambda: newest_step(run) == 20, process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == REQUEUE
+    finally:
+        process.kill()
+    copy_journal(run, whole)
+    words = ["checkpoint.save_every_steps=0", "stream.idle_s=1"]
+    assert start_retrain(follow_words(prepared_clicks, source, whole, *words), num_ranks).wait(120) == 0
+    ours, theirs = (values_of(each, 20) for each in (run, whole))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
 @pytest.mark.campaign
 def test_two_ranks_that_were_stopped_go_on_to_the_bits_of_two_that_were_not(
     prepared_clicks: str, tmp_path: Path

@@ -16,6 +16,7 @@ from pipeline.cli.command_line import load_config
 from pipeline.config.data import DataConfig, ReaderConfig
 from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.data.dataset import load_dataset
+from pipeline.data.read.endless import EndOfInputError, InputPausedError
 from pipeline.data.read.quarantine import Quarantine
 from pipeline.data.read.reader import ShardReader
 from pipeline.data.targets import Target
@@ -98,7 +99,7 @@ def test_events_have_an_age(clicks: tuple[DataConfig, list[bytes]], tmp_path: Pa
         assert encoder.encode([Lines("a", 0, given, [1, 2], header)]).event_time == pytest.approx(250.0), texts
 
 
-def _reader(folder: Path, run: Path, encoder: LineEncoder) -> StreamReader:
+def _reader(folder: Path, run: Path, encoder: LineEncoder, pause_s: float | None = None) -> StreamReader:
     return StreamReader(
         FolderSource(str(folder), FAST, CRITEO),
         encoder,
@@ -108,7 +109,27 @@ def _reader(folder: Path, run: Path, encoder: LineEncoder) -> StreamReader:
         stream=FAST,
         config=ReaderConfig(),
         quarantine=Quarantine(),
+        pause_s=pause_s,
     )
+
+
+def test_a_reader_pauses_once_for_the_batches_that_it_gave_and_reads_on(
+    clicks: tuple[DataConfig, list[bytes]], encoder: LineEncoder, tmp_path: Path
+) -> None:
+    _, lines = clicks
+    folder = tmp_path / "clicks"
+    folder.mkdir()
+    (folder / "a.tsv").write_bytes(b"".join(line + b"\n" for line in lines[:120]))
+    reader = _reader(folder, tmp_path / "run", encoder, pause_s=0.001)
+    first = until_the_end(reader.batches(0), InputPausedError)
+    (folder / "b.tsv").write_bytes(b"".join(line + b"\n" for line in lines[120:200]))
+    second = until_the_end(reader.batches(0, 2), InputPausedError)
+    assert [len(first), len(second)] == [2, 2]
+    with pytest.raises(EndOfInputError, match="idle_s") as ended:
+        next(reader.batches(0, 4))
+    assert not isinstance(ended.value, InputPausedError), "there is nothing to save"
+    given = [row for batch in [*first, *second] for row in batch]
+    assert given == rows_of(encoder.encode([Lines("all", 0, lines[:200], list(range(200)))]).batch)
 
 
 def test_a_reader_that_begins_again_gives_the_batches_that_it_had_given(
