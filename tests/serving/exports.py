@@ -20,6 +20,7 @@ from pipeline.data.raw.source import find_sources
 from pipeline.data.read.reader import ShardReader
 from pipeline.serving.artifact.export import ExportSummary, export
 from pipeline.serving.scoring.predictor import Predictor
+from pipeline.serving.scoring.scorer import ColumnLists, JoinedRows, UserItems, as_table, schema_of, with_text
 
 
 def run_export(run: Path | str, folder: Path, *overrides: str) -> ExportSummary:
@@ -48,6 +49,40 @@ def prepared_batches(job: TrainJob, split: str) -> Iterator[Any]:
         config=ReaderConfig(shuffle="none", num_streams=1), drop_last=False, multi_hot=job.data.synthetic_multi_hot,
     )  # fmt: skip
     yield from reader.batches(epoch=0)
+
+
+def assert_user_items_score_as_full_rows(predictor: Predictor, rows: pa.Table) -> None:
+    """The same bits and counts, however the columns are divided between the user and the items."""
+    names = predictor.encoder.raw_names
+    rows = as_table(rows).select(names)
+    for of_items in (names[::2], names[1::2], names[: len(names) // 3], names):
+        of_user = [name for name in names if name not in of_items]
+        asked = UserItems(rows.slice(0, 1).select(of_user), rows.select(of_items)) if of_user else None
+        if asked is None or not of_items:
+            continue
+        full = asked.to_table().select(names)
+        assert full.num_rows == rows.num_rows
+        wanted, found = predictor.score(full), predictor.score(asked)
+        assert found.scores.tobytes() == wanted.scores.tobytes(), of_items
+        assert found.row_zero == wanted.row_zero
+        assert [row.line for row in found.bad_rows] == [row.line for row in wanted.bad_rows]
+        lists = [_as_lists(predictor, part) for part in (asked.user, asked.items)]
+        as_lists = predictor.score(JoinedRows((rows, UserItems(*lists))))
+        joined = predictor.score(pa.concat_tables([rows, full], promote_options="permissive"))
+        assert as_lists.scores.tobytes() == joined.scores.tobytes(), of_items
+
+
+def _as_lists(predictor: Predictor, rows: pa.Table) -> ColumnLists:
+    separator = predictor.columns.list_separator
+    columns = []
+    for name in rows.column_names:
+        values = with_text(rows, predictor.columns.sparse)[name].to_pylist()
+        if name in predictor.columns.lists:
+            values = [value.split(separator) if isinstance(value, str) and value else value or None for value in values]
+        columns.append(values)
+    return ColumnLists(
+        pa.schema([schema_of(predictor.columns).field(name) for name in rows.column_names]), columns, rows.num_rows
+    )
 
 
 def assert_raw_rows_are_prepared_rows(
@@ -81,6 +116,8 @@ def assert_raw_rows_are_prepared_rows(
             if count == BATCH:  # a product of another number of rows may round in another way
                 prepared = predictor.score_batch(batch.dense_features, sparse).numpy()
                 assert predictor.score(raw).scores.tobytes() == prepared.tobytes()
+                if not first:
+                    assert_user_items_score_as_full_rows(predictor, raw.slice(0, 64))
             first, compared = first + count, compared + count
     assert first == rows.num_rows
     return compared

@@ -27,10 +27,10 @@ def post(server: Server, rows: object, **keywords: object) -> httpx.Response:
     return server.client.post(f"{server.url}/score", json={"rows": rows}, timeout=120, **keywords)
 
 
-def stream_of(rows: list[dict[str, object]], schema: pa.Schema = SCHEMA, **options: object) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
-        writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+def stream_of(rows: list[dict[str, object]], schema: pa.Schema | None = SCHEMA, **options: object) -> bytes:
+    table, sink = pa.Table.from_pylist(rows, schema=schema), pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(table)
     return bytes(sink.getvalue())
 
 

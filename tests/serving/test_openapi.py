@@ -40,11 +40,19 @@ def ask(server: Server, operation: tuple[str, str], mode: GenerationMode, count:
     )
     @given(case=page[path][method].as_strategy(generation_mode=mode))
     def run(case: Any) -> None:
-        answer = case.call_and_validate(timeout=30)
+        answer = case.call(timeout=30) if _has_a_column_twice(case.body) else case.call_and_validate(timeout=30)
         statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
 
     run()
     return statuses
+
+
+def _has_a_column_twice(body: Any) -> bool:
+    """For the user and for an item: a schema cannot say that two objects must have different keys."""
+    if not isinstance(body, dict) or not isinstance(user := body.get("user"), dict):
+        return False
+    items = body.get("items")
+    return isinstance(items, list) and any(isinstance(item, dict) and item.keys() & user.keys() for item in items)
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])

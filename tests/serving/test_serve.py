@@ -16,6 +16,7 @@ from tests.serving.requests import ARROW, SCHEMA, post, stream_of
 from tests.serving.servers import LIMITS, ROW, Server, server_of, write_artifact
 from tests.serving.stand_in import REFUSED_CITY, score_of
 from tests.support.forks import run_warm
+from tests.support.messages import mentions
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,18 @@ def test_json_rows_are_scored_in_their_order(server: Server) -> None:
     as_text = [*rows[:51], {"city": "7"}, {"tags": ["1", "y"]}]
     assert answer.json() == {"artifact": "v1", "scores": [score_of(row, "v1") for row in as_text], "bad_rows": []}
     assert post(server, []).json()["scores"] == []
+
+
+def test_a_user_with_items_is_scored_as_full_rows(server: Server) -> None:
+    user, items = {"age": 30, "city": "Rom"}, [{"price": price, "device": "a", "tags": ["x"]} for price in range(40)]
+    wanted = [score_of({**user, **item}, "v1") for item in items]
+    answer = server.client.post(f"{server.url}/score", json={"user": user, "items": items})
+    assert answer.json() == {"artifact": "v1", "scores": wanted, "bad_rows": []}
+    body = stream_of([{"user": user, "items": items}, {"user": user, "items": items[3:4]}], None)
+    arrow = server.client.post(f"{server.url}/score", content=body, headers={"Content-Type": ARROW})
+    assert pa.ipc.open_stream(arrow.content).read_all()["score"].to_pylist() == [*wanted, wanted[3]]
+    refused = server.client.post(f"{server.url}/score", json={"user": user, "items": [{"age": 3}]})
+    assert refused.status_code == 422 and mentions(refused.json()["error"], "items[0] 'age' user")
 
 
 def test_arrow_goes_in_and_out(server: Server) -> None:
@@ -87,9 +100,9 @@ def test_the_benchmarks_load_generator_counts_answers(server: Server) -> None:
 
 def test_the_pages_say_what_there_is(server: Server) -> None:
     page = server.client.get(f"{server.url}/openapi.json").json()
-    row = page["paths"]["/score"]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]["rows"][
-        "items"
-    ]
+    row = page["paths"]["/score"]["post"]["requestBody"]["content"]["application/json"]["schema"]["anyOf"][0][
+        "properties"
+    ]["rows"]["items"]
     assert list(row["properties"]) == ["price", "age", "city", "device", "tags"]
     docs = server.client.get(f"{server.url}/docs").text
     assert "curl" in docs and "citty" not in docs and f"{server.url}/score" in docs and "<script" not in docs

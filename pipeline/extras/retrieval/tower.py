@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +19,7 @@ from pipeline.serving.artifact.manifest import (
 from pipeline.serving.artifact.raw_schema import RawSchema
 from pipeline.serving.scoring.artifact_files import ArtifactFiles, open_lookup, parts_of
 from pipeline.serving.scoring.dense_program import Program, load_compiled
-from pipeline.serving.scoring.lookup import TableLookup
+from pipeline.serving.scoring.lookup import TableLookup, with_empty_bags
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.serving.scoring.raw_rows import RowEncoder
 
@@ -67,9 +66,10 @@ class Tower(Predictor):
         """
         if self._composed is None:
             return self.lookup.pooled(values, offsets, weights)
-        ids = _with_empty_bags(values, offsets, weights, self._keys, self._composed.keys)
+        batch = (len(offsets) - 1) // len(self._keys)
+        ids = with_empty_bags(values, offsets, weights, batch, self._keys, self._composed.keys)
         pooled = self._composed.pooled(self.lookup, *ids)
-        return own_columns(pooled, self._composed.keys, _dims(self._composed), self._keys)
+        return own_columns(pooled, self._composed.keys, self._composed.dims_of_keys, self._keys)
 
 
 def load_tower(
@@ -108,7 +108,7 @@ def load_tower(
 
 def tower_schema(schema: RawSchema, parts: RetrievalParts, tower: str) -> RawSchema:
     """Return the columns of one tower. Dense columns belong to the user's tower."""
-    return schema.of_features(parts.features_of(tower), with_dense=tower == "user")
+    return schema.of_features(parts.features_of(tower), None if tower == "user" else ())
 
 
 def own_columns(pooled: torch.Tensor, keys: list[str], dims: dict[str, int], own: list[str]) -> torch.Tensor:
@@ -117,26 +117,3 @@ def own_columns(pooled: torch.Tensor, keys: list[str], dims: dict[str, int], own
     """
     columns = dict(zip(keys, pooled.split([dims[key] for key in keys], dim=1), strict=True))
     return torch.cat([columns[key] for key in own], dim=1) if own else pooled[:, :0]
-
-
-def _dims(composed: ComposedTables) -> dict[str, int]:
-    return {feature: table.embedding_dim for table in composed.tables for feature in table.feature_names}
-
-
-def _with_empty_bags(
-    values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, own: list[str], keys: list[str]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Convert (values, offsets, weights) of the features `own` to those of the features `keys`.
-
-    Features that are not in `own` get no ids.
-    """
-    batch = (len(offsets) - 1) // len(own)
-    lengths = offsets.diff().view(len(own), batch)
-    ends = offsets[::batch].tolist() if batch else [0] * (len(own) + 1)
-    bounds = dict(zip(own, pairwise(ends), strict=True))
-    spans = [slice(*bounds[key]) for key in keys if key in bounds]
-    nothing = lengths.new_zeros(batch)
-    counts = [lengths[own.index(key)] if key in bounds else nothing for key in keys]
-    chosen = torch.cat([values[:0], *(values[span] for span in spans)])
-    of_chosen = None if weights is None else torch.cat([weights[:0], *(weights[span] for span in spans)])
-    return chosen, torch.cat([lengths.new_zeros(1), torch.cat(counts).cumsum(0)]), of_chosen

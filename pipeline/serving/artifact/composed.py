@@ -24,7 +24,7 @@ from pipeline.embeddings.collection import ComposedEmbeddings, Composition
 from pipeline.embeddings.compression.kind import compressed, kind_of
 from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.physical import physical_tables
-from pipeline.embeddings.table import IDS_A_BUCKET, Table
+from pipeline.embeddings.table import IDS_A_BUCKET, Table, width_of
 from pipeline.runtime.errors import ServingError
 from pipeline.serving.scoring.lookup import TableLookup
 
@@ -101,6 +101,31 @@ class ComposedTables:
         self.looked_up = [key for key in split.keys() if key in dims]  # noqa: SIM118  # no dict
         self.dims = [dims[key] for key in self.looked_up]
         self._rows = {feature: table.num_embeddings for table in self.tables for feature in table.feature_names}
+
+    @property
+    def dims_of_keys(self) -> dict[str, int]:
+        """Return the number of columns of each of `keys` in the result of pooled()."""
+        return {feature: width_of(table, feature) for table in self.tables for feature in table.feature_names}
+
+    def depends_on_others(self) -> list[set[str]]:
+        """Return groups of features: the rows of one feature depend on the ids of a second one."""
+        searched = [each for table in self.tables for each in table.positions if each.search_in and each.search_for]
+        return [{each.feature, str(each.search_in), str(each.search_for)} for each in searched]
+
+    @property
+    def computed(self) -> set[str]:
+        """Return the features whose rows are products with dense parameters."""
+        kinds = [(table, table.compression is not None and compressed(table)) for table in self.tables]
+        return {name for table, kind in kinds if kind and kind.initial_parameters() for name in table.feature_names}
+
+    def part(self, features: Sequence[str]) -> ComposedTables | None:
+        """Return the same for some features; None if one of their tables is compressed."""
+        used = [table for table in self.tables if not set(features).isdisjoint(table.feature_names)]
+        if any(table.compression is not None for table in used):
+            return None
+        return ComposedTables(
+            [_table_of(table, features) for table in used], [key for key in self.keys if key in features]
+        )
 
     def split(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Convert features to ids of the parts. Raises ServingError for ids outside their table and too long bags."""
@@ -185,6 +210,18 @@ class ComposedTables:
             {name: part.view_as(own[name]) for name, part in zip(own, parts, strict=True)}
         )
         return found
+
+
+def _table_of(table: Table, features: Sequence[str]) -> Table:
+    """Return the table for some of its features."""
+    kept = [number for number, name in enumerate(table.feature_names) if name in features]
+    return replace(
+        table,
+        feature_names=[table.feature_names[number] for number in kept],
+        pooling_factors=[table.pooling_factors[number] for number in kept],
+        max_ids=[table.max_ids[number] for number in kept] if table.max_ids else [],
+        positions=[each for each in table.positions if each.feature in features],
+    )
 
 
 def composed_in(model: torch.nn.Module) -> tuple[str, ComposedEmbeddings] | None:

@@ -78,10 +78,13 @@ class RawSchema:
         """Return the transforms. Raises ConfigError if a transform does not exist."""
         return restore(self.transforms)
 
-    def of_features(self, names: Collection[str], *, with_dense: bool = True) -> RawSchema:
-        """Return the schema for these features only, with the transforms that they and the dense columns need."""
+    def of_features(self, names: Collection[str], dense: Collection[str] | None = None) -> RawSchema:
+        """Return the schema for these features and dense columns (None: all dense columns), with
+        the transforms that they need.
+        """
         features = [feature for feature in self.features if feature.name in names]
-        dense, dense_columns = (self.dense, self.dense_columns) if with_dense else ([], {})
+        dense = [name for name in self.dense if dense is None or name in dense]
+        dense_columns = {name: about for name, about in self.dense_columns.items() if name in dense}
         wanted = {*dense, *(feature.name for feature in features)}
         kept: list[dict[str, Any]] = []
         for each in reversed(self.transforms):

@@ -19,7 +19,8 @@ TEXTS = (pa.lib.Type_STRING, pa.lib.Type_LARGE_STRING, pa.lib.Type_BINARY, pa.li
 
 def is_flat(schema: pa.Schema) -> bool:
     """Return True if each row has one value in each column, and each value takes bytes of its own."""
-    return all(kind.id not in LISTS and kind.id != pa.lib.Type_DICTIONARY for kind in schema.types)
+    nested = (*LISTS, pa.lib.Type_DICTIONARY, pa.lib.Type_STRUCT)
+    return all(kind.id not in nested for kind in schema.types)
 
 
 def bytes_before_reading(table: pa.Table) -> int:
@@ -34,6 +35,8 @@ def _unread_bytes(array: pa.Array) -> int:
     kind = array.type.id
     if kind in LISTS:
         return VALUE_BYTES * len(array) + _unread_bytes(array.values)  # all values, also those before its offsets
+    if kind == pa.lib.Type_STRUCT:
+        return VALUE_BYTES * len(array) + sum(_unread_bytes(array.field(i)) for i in range(array.type.num_fields))
     dictionary = array.dictionary.get_total_buffer_size() if kind == pa.lib.Type_DICTIONARY else 0
     return VALUE_BYTES * len(array) + int(dictionary)
 
@@ -49,6 +52,8 @@ def _text_bytes(array: pa.Array) -> int:
     kind = array.type.id
     if kind in LISTS:
         return _text_bytes(array.values)
+    if kind == pa.lib.Type_STRUCT:
+        return sum(_text_bytes(array.field(i)) for i in range(array.type.num_fields))
     if kind in TEXTS:
         return int(array.nbytes)
     if kind == pa.lib.Type_DICTIONARY and array.type.value_type.id in TEXTS:

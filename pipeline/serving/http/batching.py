@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pipeline.config.serving import BatchingConfig
 from pipeline.runtime.logs import get_logger
 from pipeline.serving.scoring.score_files import add_counts
-from pipeline.serving.scoring.scorer import RefusedRow, Rows, Scorer, concat_rows, refused_rows
+from pipeline.serving.scoring.scorer import AnyRows, RefusedRow, Scorer, join_rows, refused_rows
 
 PREFIX = "pipeline_serving"
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -85,7 +85,7 @@ class Queries(Protocol):
     def slice(self, begin: int, length: int) -> Queries: ...
 
 
-Asked: TypeAlias = Rows | Queries
+Asked: TypeAlias = AnyRows | Queries
 
 
 class Overloaded(Exception):
@@ -235,7 +235,7 @@ class Batcher:
         self._rows_under_way = sum(item.rows.num_rows for item in batch)
         try:
             parts = [item.rows for item in batch]
-            scored = await self._score(getattr(type(parts[0]), "concat_requests", concat_rows)(parts))
+            scored = await self._score(getattr(type(parts[0]), "concat_requests", join_rows)(parts))
         except Exception as error:
             if len(batch) == 1:
                 _fail(batch[0].answer, error)

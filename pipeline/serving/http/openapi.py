@@ -75,8 +75,12 @@ def _score(scorer: Scorer, limits: LimitsConfig) -> dict[str, Any]:
     if names := [task.name for task in scorer.tasks]:
         scores = _object(dict.fromkeys(names, scores), names)
     about = "A score for each row, in the order of the request; null for one in bad_rows"
-    exchange = _exchange(_body(scorer, limits), {"scores": scores}, about, {ARROW_TYPE: BINARY})
-    return {"summary": "Score raw rows", "operationId": "score", **exchange}
+    body = _body(scorer, limits)
+    rows = body["properties"]["rows"]
+    by_user = _object({"user": rows["items"], "items": {**rows, "minItems": 1}}, ["user", "items"])
+    by_user |= {"additionalProperties": False, "description": "The rows of one user, whose columns are given once"}
+    exchange = _exchange({"anyOf": [body, by_user]}, {"scores": scores}, about, {ARROW_TYPE: BINARY})
+    return {"summary": "Score raw rows, or a user with items", "operationId": "score", **exchange}
 
 
 def _exchange(body: dict[str, Any], answer: dict[str, Any], about: str, more: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Requests repeat values, so their ids are cached.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import chain
@@ -37,6 +38,12 @@ class ColumnIds:
             for begin, end in zip(self._begins, self._begins[1:], strict=False)
         ]
         self.ids([pa.array([""])] * len(features))  # loads the kernels or compiles them, before a request waits
+
+    def part(self, features: Sequence[RawFeature], vocabularies: Sequence[int]) -> ColumnIds:
+        """Return the lookup of other features of the same vocabularies."""
+        part = copy.copy(self)
+        part._features, part._vocabularies = features, vocabularies
+        return part
 
     def ids(self, columns: Sequence[pa.Array]) -> NDArray[np.int64] | None:
         """Return the ids of each column, one after the other: 0 for a missing, empty or unknown value.
@@ -153,6 +160,7 @@ class FeatureIds:
     def __init__(
         self, features: Sequence[RawFeature], vocabularies: Mapping[str, pa.Table], null_values: Sequence[str] = ()
     ) -> None:
+        self._features, self._numbers = list(features), np.arange(len(features))  # numbers: in `added`
         self._missing: dict[str | None, int] = {None: 0, "": 0, **dict.fromkeys(null_values, 0)}
         listed = [feature.hash_size is None for feature in features]
         self._index = ValueIndex(vocabularies[feature.name] for feature in features if feature.hash_size is None)
@@ -165,9 +173,26 @@ class FeatureIds:
         self._room = REMEMBERED // max(1, len(features))
         self.added = AddedIds()
         # ColumnIds needs Numba, and reads no lists, drawn bags, buckets and null_values.
-        plain = all(not each.multi_hot and each.bag_size == 1 and each.boundaries is None for each in features)
-        reads_columns = plain and not null_values and find_spec("numba") is not None
-        self._of_arrow = ColumnIds(features, self._index, self._vocabularies.tolist()) if reads_columns else None
+        self._can_read_columns = not null_values and find_spec("numba") is not None
+        self._all_columns: ColumnIds | None = None
+        self._of_arrow = self._column_ids() if self._can_read_columns and _are_plain(features) else None
+
+    def _column_ids(self) -> ColumnIds:
+        if self._all_columns is None:
+            self._all_columns = ColumnIds(self._features, self._index, self._vocabularies.tolist())
+        return self._all_columns
+
+    def part(self, positions: Sequence[int]) -> FeatureIds:
+        """Return the lookup of some features. Vocabularies, cached ids and added values are shared."""
+        part = copy.copy(self)
+        part._features = [self._features[position] for position in positions]
+        part._known = [self._known[position] for position in positions]
+        for name in ("_numbers", "_vocabularies", "_sizes", "_seeds", "_is_listed"):
+            setattr(part, name, getattr(self, name)[list(positions)])
+        part._of_arrow = None
+        if self._can_read_columns and _are_plain(part._features):
+            part._of_arrow = self._column_ids().part(part._features, part._vocabularies.tolist())
+        return part
 
     def forget_added(self) -> None:
         """Remove all added values, so that only values of the vocabularies are known."""
@@ -184,7 +209,8 @@ class FeatureIds:
         ids = self._of_arrow.ids(columns)
         if ids is None:
             return None
-        for feature, (column, own) in enumerate(zip(columns, ids.reshape(len(columns), -1), strict=True)):
+        numbers, num_rows = self._numbers.tolist(), len(ids) // max(1, len(columns))
+        for feature, column, own in zip(numbers, columns, ids.reshape(len(columns), num_rows), strict=True):
             if self.added.has(feature) and len(unknown := np.flatnonzero(own == 0)):
                 values = column.take(pa.array(unknown))
                 own[unknown] = self.added.ids(
@@ -212,7 +238,7 @@ class FeatureIds:
         self, features: NDArray[np.int64], values: pa.Array, found: NDArray[np.int64], unknown: NDArray[np.int64]
     ) -> None:
         """Fill `found` at the positions `unknown`."""
-        owners = features[unknown]
+        owners = self._numbers[features[unknown]]
         for feature in np.unique(owners).tolist():
             if self.added.has(feature):
                 which = unknown[owners == feature]
@@ -248,3 +274,8 @@ class FeatureIds:
             known[text] = found
         elif 0 < found <= self._room:  # the most frequent values: ids are in the order of frequency
             known[text] = found
+
+
+def _are_plain(features: Sequence[RawFeature]) -> bool:
+    """Return True if each feature has one id in each row, which is not the number of a bucket."""
+    return all(not each.multi_hot and each.bag_size == 1 and each.boundaries is None for each in features)

@@ -6,9 +6,10 @@ feature. RowPooler pools rows in any buffer by FBGEMM's inference lookup.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import fbgemm_gpu  # noqa: F401  # registers torch.ops.fbgemm
@@ -102,6 +103,28 @@ def select_features(
     return chosen, torch.cat([offsets.new_zeros(1), lengths.cumsum(0)]), own
 
 
+def with_empty_bags(
+    values: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    batch: int,
+    own: Sequence[str],
+    keys: Sequence[str],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Convert (values, offsets, weights) of `batch` rows from the features `own` to the
+    features `keys`. Features that are not in `own` get no ids.
+    """
+    lengths = offsets.diff().view(len(own), batch)
+    ends = offsets[::batch].tolist() if batch else [0] * (len(own) + 1)
+    bounds = dict(zip(own, pairwise(ends), strict=True))
+    spans = [slice(*bounds[key]) for key in keys if key in bounds]
+    nothing = lengths.new_zeros(batch)
+    counts = [lengths[own.index(key)] if key in bounds else nothing for key in keys]
+    chosen = torch.cat([values[:0], *(values[span] for span in spans)])
+    of_chosen = None if weights is None else torch.cat([weights[:0], *(weights[span] for span in spans)])
+    return chosen, torch.cat([lengths.new_zeros(1), torch.cat(counts).cumsum(0)]), of_chosen
+
+
 def stored_rows_of(
     tables: Sequence[ServedTable], features: Sequence[ServedFeature], values: torch.Tensor, offsets: torch.Tensor
 ) -> NDArray[np.int64]:
@@ -180,11 +203,19 @@ class BufferLookup:
         self, tables: list[ServedTable], features: list[ServedFeature], buffer: torch.Tensor, begins: list[int]
     ) -> None:
         self.tables, self.features = tables, features
+        self._buffer, self._begins = buffer, begins
         self._pooler = RowPooler(tables, features, buffer, begins)
         self._rows = [
             buffer[begin : begin + table.size_bytes].view(table.stored_rows, table.row_bytes)
             for table, begin in zip(tables, begins, strict=True)
         ]
+
+    def part(self, names: Sequence[str]) -> BufferLookup:
+        """Return the lookup of some features, in this order, in the same rows."""
+        part, features = copy.copy(self), {feature.name: feature for feature in self.features}
+        part.features = [features[name] for name in names]
+        part._pooler = RowPooler(self.tables, part.features, self._buffer, self._begins)
+        return part
 
     def patch(self, table: int, ids: torch.Tensor, rows: torch.Tensor) -> Callable[[], None]:
         return replace_rows(self._rows[table], ids, rows)

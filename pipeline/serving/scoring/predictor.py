@@ -6,9 +6,10 @@ prepare's functions read raw rows. Every byte that is loaded was verified first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +29,8 @@ from pipeline.serving.scoring.artifact_files import ArtifactFiles, open_lookup, 
 from pipeline.serving.scoring.dense_program import DenseProgram, Program, load_compiled
 from pipeline.serving.scoring.lookup import TableLookup, select_features
 from pipeline.serving.scoring.raw_rows import RowEncoder
-from pipeline.serving.scoring.scorer import Rows
+from pipeline.serving.scoring.scorer import AnyRows, JoinedRows, UserItems
+from pipeline.serving.scoring.user_items import LayerInputs, UserFeatures, join_inputs
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -250,8 +252,9 @@ class Predictor:
         """Return a warning about counts in the form of Scored.row_zero; "" if they are as in the validation rows."""
         return warning(row_zero, self.manifest.lookups)
 
-    def score(self, rows: Rows) -> Scored:
-        """Score raw columns without a label: a table, or lists of schema_of(self.columns).
+    def score(self, rows: AnyRows) -> Scored:
+        """Score raw columns without a label: a table, lists of schema_of(self.columns), or a user
+        with items, whose features are encoded and looked up once.
 
         Raises ServingError if a column is missing, or of a wrong type.
         """
@@ -259,12 +262,49 @@ class Predictor:
         bad: list[QuarantinedRow] = []
         counts = np.zeros((2, len(self._keys)), np.int64)
         for first in range(0, max(rows.num_rows, 1), ROWS_AT_ONCE):
-            encoded = self.encoder.encode(rows.slice(first, ROWS_AT_ONCE))
-            if len(encoded.kept):
-                scores[first + encoded.kept] = self._score(encoded.dense, *encoded.ids)
-                counts += count_row_zero(encoded.values.numpy(), encoded.offsets.numpy(), len(encoded.kept))
-            bad += [QuarantinedRow(first + row.line, row.reason, row.text) for row in encoded.bad_rows]
+            inputs = self._inputs(rows.slice(first, ROWS_AT_ONCE))
+            if len(inputs.kept):
+                scores[first + inputs.kept] = self._run(inputs)
+                counts += inputs.counts
+            bad += [QuarantinedRow(first + row.line, row.reason, row.text) for row in inputs.bad_rows]
         return Scored(scores, bad, by_feature(self._keys, counts, self.manifest.lookups))
+
+    @torch.inference_mode()
+    def _inputs(self, rows: AnyRows) -> LayerInputs:
+        """Encode the rows and look up their ids."""
+        if isinstance(rows, JoinedRows):
+            return join_inputs([(part.num_rows, self._inputs(part)) for part in rows.parts])
+        if isinstance(rows, UserItems):
+            return self._user_features.inputs(rows, self._pooled, count_row_zero)
+        encoded = self.encoder.encode(rows)
+        num_rows = len(encoded.kept)
+        if not num_rows:
+            return self._user_features.nothing(encoded.bad_rows)
+        counts = count_row_zero(encoded.values.numpy(), encoded.offsets.numpy(), num_rows)
+        pooled = self._pooled(*encoded.ids) if self._keys else torch.empty(num_rows, 0)
+        ids = encoded.values, encoded.offsets
+        return LayerInputs(encoded.dense, pooled, encoded.kept, encoded.bad_rows, counts, lambda: ids)
+
+    @cached_property
+    def _user_features(self) -> UserFeatures:
+        if self._composed is not None:
+            dims = self._composed.dims_of_keys
+            linked, computed = self._composed.depends_on_others(), self._composed.computed
+        else:
+            dims = {each.name: self.lookup.tables[each.table].dim for each in self.lookup.features}
+            linked, computed = [], set()
+        return UserFeatures(self.encoder, {key: dims[key] for key in self._keys}, linked, computed, self._lookup_of)
+
+    def _lookup_of(self, features: Sequence[str]) -> Callable[..., torch.Tensor] | None:
+        """Return the lookup of some features: ids -> pooled rows; None if there is none."""
+        part: Any = getattr(self.lookup, "part", None)
+        if part is None:
+            return None
+        if self._composed is None:
+            looked_up: Callable[..., torch.Tensor] = part(features).pooled
+            return looked_up
+        composed = self._composed.part(features)
+        return None if composed is None else partial(composed.pooled, part(composed.looked_up))
 
     def score_batch(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
         """Return scores of prepared rows: [batch] or [batch, tasks], float32. dense: [batch,
@@ -302,9 +342,19 @@ class Predictor:
     def _score(
         self, dense: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None
     ) -> NDArray[np.float32]:
-        outputs = self._outputs(dense, values, offsets, weights)
+        return self._calibrated(self._outputs(dense, values, offsets, weights), lambda: (values, offsets))
+
+    @torch.inference_mode()
+    def _run(self, inputs: LayerInputs) -> NDArray[np.float32]:
+        """Return the scores of the layers' inputs."""
+        return self._calibrated(self.program(inputs.dense, inputs.pooled), inputs.ids)
+
+    def _calibrated(
+        self, outputs: torch.Tensor, ids: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    ) -> NDArray[np.float32]:
+        """Return scores from the layers' outputs and the ids of the same rows."""
         if self.calibration is not None:
-            outputs = self.calibration.apply(outputs, values, offsets)
+            outputs = self.calibration.apply(outputs, *ids())
         scores: NDArray[np.float32] = self._scores_of(outputs).float().numpy()
         return scores
 

@@ -7,7 +7,7 @@ as Python values, many rows column by column.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -59,7 +59,8 @@ class EncodedRows:
 class RowEncoder:
     """Encodes rows. `vocabularies`: feature -> result of value_index.index_values, if the feature is not hashed."""
 
-    def __init__(self, schema: RawSchema, vocabularies: Mapping[str, pa.Table]) -> None:
+    def __init__(self, schema: RawSchema, vocabularies: Mapping[str, pa.Table], ids: FeatureIds | None = None) -> None:
+        """ids: the lookup of the schema's features, instead of one that is made of the vocabularies."""
         self.schema = schema
         self._in_buckets, self._derived = schema.in_buckets, schema.derived
         raw = {
@@ -87,7 +88,7 @@ class RowEncoder:
             weighted=columns.weighted,
         )  # fmt: skip
         self._transforms = [transform_of(name, schema.dense_transform, schema.dense_columns) for name in schema.dense]
-        self._ids = FeatureIds(schema.features, vocabularies, schema.null_values)
+        self._ids = ids or FeatureIds(schema.features, vocabularies, schema.null_values)
         self._num_numbers = len(schema.dense) + len(self._in_buckets)
         self._names = [*schema.dense, *self._in_buckets, *one_hot, *multi_hot]  # of ColumnLists
         self._positions = [self._names.index(feature.name, len(schema.dense)) for feature in schema.features]
@@ -111,6 +112,18 @@ class RowEncoder:
 
     def forget_added(self) -> None:
         self._ids.forget_added()
+
+    def part(self, features: Collection[str], dense: Collection[str]) -> RowEncoder:
+        """Return the encoder of some features and dense columns. It shares the vocabularies and
+        added values.
+        """
+        positions = [number for number, each in enumerate(self.schema.features) if each.name in features]
+        return RowEncoder(self.schema.of_features(features, dense), {}, self._ids.part(positions))
+
+    @property
+    def raw_names(self) -> list[str]:
+        """Return the names of the raw columns, in the order of ColumnLists."""
+        return self._raw_names
 
     def encode(self, rows: Rows) -> EncodedRows:
         """Encode rows; ColumnLists have the columns of schema_of(self.layout.columns).

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import pyarrow as pa
 
 from pipeline.config.columns import ColumnsConfig
 from pipeline.data.raw.blocks import QuarantinedRow
+from pipeline.runtime.errors import ServingError
 from pipeline.serving.artifact.task_quality import ServedTask
 
 
@@ -38,8 +39,76 @@ class ColumnLists:
 Rows: TypeAlias = pa.Table | ColumnLists
 
 
-def as_table(rows: Rows) -> pa.Table:
-    return rows.to_table() if isinstance(rows, ColumnLists) else rows
+def names_of(rows: Rows) -> list[str]:
+    return list(rows.schema.names)
+
+
+@dataclass(frozen=True)
+class UserItems:
+    """The items that one user is scored with. They mean a full row for each item, and have the
+    same scores.
+
+    `user`: one row with the columns of the user. `items`: a row for each item, with all other columns.
+    """
+
+    user: Rows
+    items: Rows
+
+    def __post_init__(self) -> None:
+        if self.user.num_rows != 1:
+            raise ServingError(f"the user has {self.user.num_rows} rows: give one row for all its items")
+        if not self.items.num_rows:
+            raise ServingError("the user has no items: give at least one item")
+        of_user = set(names_of(self.user))
+        if both := [name for name in names_of(self.items) if name in of_user]:
+            raise ServingError(
+                f"column {both[0]!r} is given for the user and for the items: leave it out of one of them"
+            )
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.items.num_rows)
+
+    def slice(self, begin: int, length: int) -> UserItems:
+        return self if length >= self.num_rows and not begin else UserItems(self.user, self.items.slice(begin, length))
+
+    def to_table(self) -> pa.Table:
+        """Return the full rows."""
+        first, items = pa.array(np.zeros(self.num_rows, np.int64)), as_table(self.items)
+        columns = {name: as_table(self.user)[name].take(first) for name in names_of(self.user)}
+        return pa.table({**columns, **{name: items[name] for name in items.column_names}})
+
+
+@dataclass(frozen=True)
+class JoinedRows:
+    """Rows of several requests, not all of which are full rows."""
+
+    parts: tuple[Rows | UserItems, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(part.num_rows for part in self.parts)
+
+    def slice(self, begin: int, length: int) -> JoinedRows:
+        chosen, first = [], 0
+        for part in self.parts:
+            start, end = max(begin, first), min(begin + length, first + part.num_rows)
+            if start < end:
+                chosen.append(part.slice(start - first, end - start))
+            first += part.num_rows
+        return JoinedRows(tuple(chosen))
+
+    def to_table(self) -> pa.Table:
+        tables = [as_table(part) for part in self.parts]
+        names = tables[0].column_names
+        return concat_rows([with_text(table, names).select(names) for table in tables])
+
+
+AnyRows: TypeAlias = Rows | UserItems | JoinedRows
+
+
+def as_table(rows: AnyRows) -> pa.Table:
+    return rows if isinstance(rows, pa.Table) else rows.to_table()
 
 
 def with_text(table: pa.Table, names: Collection[str]) -> pa.Table:
@@ -49,6 +118,15 @@ def with_text(table: pa.Table, names: Collection[str]) -> pa.Table:
         return table
     schema = pa.schema([field.with_type(pa.string()) if field.name in numbers else field for field in table.schema])
     return table.cast(schema)
+
+
+def join_rows(parts: Sequence[AnyRows]) -> AnyRows:
+    """Join the rows of several requests."""
+    if len(parts) == 1:
+        return parts[0]
+    if not any(isinstance(part, UserItems | JoinedRows) for part in parts):
+        return concat_rows(cast(Sequence[Rows], parts))
+    return JoinedRows(tuple(chain.from_iterable(getattr(part, "parts", (part,)) for part in parts)))
 
 
 def concat_rows(parts: Sequence[Rows]) -> Rows:
@@ -96,7 +174,7 @@ class Scorer(Protocol):
         """Return what the columns of scores are; empty if there is one score per row, a probability."""
         ...
 
-    def score(self, rows: Rows) -> ScoredRows:
+    def score(self, rows: AnyRows) -> ScoredRows:
         """Score rows, which have schema_of(self.columns). A retriever takes Queries of such rows."""
         ...
 

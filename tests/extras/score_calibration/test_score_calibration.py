@@ -35,7 +35,7 @@ from pipeline.serving.scoring.load import find_folder
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.run_state import config_of
 from tests.extras.publish.test_deltas import export_step, job_of
-from tests.serving.exports import prepared_batches
+from tests.serving.exports import assert_user_items_score_as_full_rows, prepared_batches
 from tests.serving.test_artifacts_served import raw_rows
 from tests.support.messages import names
 
@@ -137,7 +137,9 @@ def test_a_delta_refits_as_an_export_of_its_step_bit_for_bit(
     whole = Predictor.load(export_step(small_run, 30, tmp_path / "whole", *WORDS))
     predictor = Predictor.load(calibrated)
     before, first = predictor.score(rows).scores, predictor.calibration
+    assert_user_items_score_as_full_rows(predictor, rows.slice(0, 64))
     predictor.catch_up(calibrated)
+    assert_user_items_score_as_full_rows(predictor, rows.slice(0, 64))
     assert predictor.sequence == 1 and predictor.calibration is not None and first is not None
     assert whole.calibration is not None and predictor.calibration.to_bytes() == whole.calibration.to_bytes()
     assert first.to_bytes() != whole.calibration.to_bytes()

@@ -208,7 +208,7 @@ def test_what_is_learnt_is_of_the_training_rows_and_only_what_is_read_is_asked_f
     assert np.expm1(learnt) == pytest.approx([20.0, 40.0], abs=1.0)  # all above 50 are one value, which ties
     assert dataset.dense_features == ["price", "price_clipped", "price_log", "price_std", "clicks_here"]
     assert set(encoder.schema.columns) == set(COLUMNS) - {"click"}
-    alone = encoder.schema.of_features(["place_device"], with_dense=False)
+    alone = encoder.schema.of_features(["place_device"], dense=())
     assert alone.columns == {"city": "sparse", "device": "sparse"} and len(alone.transforms) == 2
     hour = schema_problem(alone.of_features(["place_device"]), {})
     assert hour == ""
