@@ -1,7 +1,7 @@
 """Route HTTP requests: scores, items, errors as JSON, /health and /metrics.
 
 POST /score, or /retrieve for a two-tower GET /health, /health/live, /health/ready GET /metrics GET
-/openapi.json, /docs
+/openapi.json, /docs, and the routes of an extra
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pipeline.config.registry import if_installed
 from pipeline.config.serving import LimitsConfig
 from pipeline.runtime.logs import get_logger
 from pipeline.serving.http.admission import Admission
@@ -59,32 +60,60 @@ class ScoringApp:
             Route("/openapi.json", self.openapi),
             Route("/docs", self.docs),
         ]
-        known = [route.path for route in routes]
+        if more := if_installed("server_routes"):
+            routes += more(self)
         handlers: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {HTTPException: self._http_error}
         starlette = Starlette(routes=routes, exception_handlers=handlers)
         starlette.router.redirect_slashes = False
-        self.asgi = _Watched(starlette, self.score, metrics, known, admission)
+        self.asgi = _Watched(starlette, self.score, metrics, routes, admission)
 
     async def score(self, request: Request) -> Response:
-        try:
-            body = await read_body(request, self._limits)
-            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            with self._slot.hold() as model:
-                if request.url.path != model.path:
-                    return _problem(404, f"artifact {model.scorer.version} is asked by {model.path}; /docs says how")
-                rows = await _decode(model, body, kind)
-                scored = await model.batcher.score(rows)
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+        def read(model: ServedModel, body: bytes) -> Asked:
+            if request.url.path != model.path:
+                raise BadRequest(404, f"artifact {model.scorer.version} is asked by {model.path}; /docs says how")
+            return model.reader.read(body, kind)
+
+        def answer(model: ServedModel, scored: Scores) -> Response:
             if model.retrieves:
                 return self._retrieved(model, scored)
             return _answer(model.scorer, scored, _wanted(request, kind))
+
+        return await self.answered(request, read, answer)
+
+    async def answered(
+        self,
+        request: Request,
+        read: Callable[[ServedModel, bytes], Asked],
+        answer: Callable[[ServedModel, Scores], Response],
+    ) -> Response:
+        """Read the body, score its rows, and answer. Every error of the request becomes a response."""
+        try:
+            body = await read_body(request, self._limits)
+            with self._slot.hold() as model:
+                if len(body) <= INLINE_BYTES:
+                    rows = read(model, body)
+                else:
+                    rows = await asyncio.to_thread(read, model, body)
+                scored = await model.batcher.score(rows)
+            return answer(model, scored)
         except BadRequest as error:
             # What is left of the body is not read: the connection cannot be used again.
             close = {"Connection": "close"} if error.status in (408, 413) else None
-            return _problem(error.status, error.message, close, **error.more)
+            return problem(error.status, error.message, close, **error.more)
         except Overloaded as error:
-            return _problem(503, str(error), {"Retry-After": str(error.retry_after_s)})
+            return problem(503, str(error), {"Retry-After": str(error.retry_after_s)})
         except ValueError as error:  # the scorer's own look at the rows
-            return _problem(422, " ".join(str(error).split())[:500])
+            return problem(422, " ".join(str(error).split())[:500])
+
+    @property
+    def model(self) -> ServedModel:
+        return self._slot.model
+
+    @property
+    def is_ready(self) -> bool:
+        return self._slot.is_loaded and not self.draining
 
     def _retrieved(self, model: ServedModel, scored: Scores) -> Response:
         if len(scored.refused) == len(scored.scores) > 0:
@@ -95,7 +124,7 @@ class ScoringApp:
         return answer
 
     async def health(self, request: Request) -> Response:
-        ready = self._slot.is_loaded and not self.draining
+        ready = self.is_ready
         values = {"status": "ready" if ready else "not ready", "artifact": self._slot.model.scorer.version}
         return JSONResponse(values, 200 if ready else 503)
 
@@ -134,14 +163,8 @@ class ScoringApp:
     async def _http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == 404:
-            return _problem(404, f"there is no {request.url.path}; /docs lists what there is")
-        return _problem(error.status_code, error.detail, dict(error.headers or {}))
-
-
-async def _decode(model: ServedModel, body: bytes, kind: str) -> Asked:
-    if len(body) <= INLINE_BYTES:
-        return model.reader.read(body, kind)
-    return await asyncio.to_thread(model.reader.read, body, kind)
+            return problem(404, f"there is no {request.url.path}; /docs lists what there is")
+        return problem(error.status_code, error.detail, dict(error.headers or {}))
 
 
 def _wanted(request: Request, kind: str) -> str:
@@ -179,10 +202,10 @@ def _answer(scorer: Scorer, scored: Scores, kind: str) -> Response:
 
 def _all_refused(scored: Scores, what: str) -> Response:
     bad = [row.as_dict() for row in scored.refused]
-    return _problem(422, f"{what}; the first: {bad[0]['reason']}", None, bad_rows=bad)
+    return problem(422, f"{what}; the first: {bad[0]['reason']}", None, bad_rows=bad)
 
 
-def _problem(status: int, message: str, headers: dict[str, str] | None = None, **more: Any) -> Response:
+def problem(status: int, message: str, headers: dict[str, str] | None = None, **more: Any) -> Response:
     return JSONResponse({"error": message, **more}, status, headers)
 
 
@@ -194,11 +217,12 @@ class _Watched:
         app: ASGIApp,
         score: Callable[[Request], Awaitable[Response]],
         metrics: ServerMetrics,
-        known_paths: list[str],
+        routes: list[Route],
         admission: Admission,
     ) -> None:
         self._app, self._score, self._metrics = app, score, metrics
-        self._known_paths, self._admission = frozenset(known_paths), admission
+        self._known_paths, self._admission = frozenset(route.path for route in routes), admission
+        self._path_of: dict[Any, str] = {route.endpoint: route.path for route in reversed(routes) if "{" in route.path}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -219,7 +243,7 @@ class _Watched:
 
         try:
             if refusal := await self._admission.refusal(scope):
-                await _problem(refusal.status, refusal.message, refusal.headers)(scope, receive, note)
+                await problem(refusal.status, refusal.message, refusal.headers)(scope, receive, note)
             elif scope["path"] in (SCORE, RETRIEVE) and scope["method"] == "POST":
                 # Past middleware and routes, which would cost as much as all else here.
                 response = await self._score(Request(scope, receive))
@@ -230,13 +254,15 @@ class _Watched:
             status = status or CLIENT_GONE
         except asyncio.CancelledError:  # server.drain_s is over, and the request is still not all there, or not scored
             if not status:
-                await _problem(503, "this server ends: send the request to another")(scope, receive, note)
+                await problem(503, "this server ends: send the request to another")(scope, receive, note)
         except Exception:
             logger.exception("a request failed")
             if not status:
-                await _problem(500, "something is wrong with this server; its log says what")(scope, receive, note)
+                await problem(500, "something is wrong with this server; its log says what")(scope, receive, note)
         finally:
-            path = scope["path"] if scope["path"] in self._known_paths else "other"
+            path = scope["path"]
+            if path not in self._known_paths:
+                path = self._path_of.get(scope.get("endpoint"), "other")
             self._metrics.requests.labels(path, str(status)).inc()
             self._metrics.request_seconds.labels(path).observe(time.monotonic() - started)
 
