@@ -148,8 +148,8 @@ $(VENV)/installed: setup.cfg pyproject.toml $(if $(filter-out $(STACK),$(INSTALL
 			"Install it (apt install python3.11 python3.11-venv), or say where it is: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	@echo "installing the $(STACK) set into $(VENV), once"
 	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
-	@[ -z "$(UV)" ] || command -v $(UV) >/dev/null || $(WITH_PIP) uv || true
 	@! $(PY) -m pip show -qq $(OTHER_FBGEMM) 2>/dev/null || $(PY) -m pip uninstall -qq -y fbgemm-gpu fbgemm-gpu-cpu
+	@[ -z "$(UV)" ] || command -v $(UV) >/dev/null || $(WITH_PIP) uv || true
 	@$(call install,$(RUNTIME_SET))
 	@$(call install,--no-deps $(TORCHREC))
 	@$(PY) -m pipeline doctor stack=$(STACK)
