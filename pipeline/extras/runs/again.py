@@ -20,10 +20,10 @@ from pipeline.runtime.storage import storage
 WORLD_SIZE = "${oc.decode:${oc.env:WORLD_SIZE,1}}"  # as in conf/train.yaml
 
 
-def config_of_run(path: str) -> DictConfig:
-    """Return the config that trains the run in folder `path` again. Raises ConfigError if the
-    folder is not a run folder, or the run needs plugins that are not loaded: reading a run folder
-    imports nothing.
+def job_of_run(path: str) -> TrainJob:
+    """Return the job that trains the run in folder `path` again, in another folder. Raises ConfigError
+    if the folder is not a run folder, or the run needs plugins that are not loaded: reading a run
+    folder imports nothing.
     """
     run = open_run(path)
     plugins = [str(name) for name in run.config.get("plugins") or []]
@@ -35,16 +35,21 @@ def config_of_run(path: str) -> DictConfig:
             f"same command{where}"
         )
     job = load_saved_job(TrainJob, storage.join(run.path, "config.yaml"))
-    config = OmegaConf.structured(
-        replace(
-            job,
-            from_run=run.path,
-            # A plan file is copied to the run folder as plan.json, which the search reads first.
-            planner=replace(job.planner, kind="search" if job.planner.kind == "file" else job.planner.kind),
-            checkpoint=replace(job.checkpoint, folder=None),
-            publishing=replace(job.publishing, artifact=None),
-        )
+    return replace(
+        job,
+        from_run=None,
+        # A plan file is copied to the run folder as plan.json, which the search reads first.
+        planner=replace(job.planner, kind="search" if job.planner.kind == "file" else job.planner.kind),
+        checkpoint=replace(job.checkpoint, folder=None),
+        publishing=replace(job.publishing, artifact=None),
     )
+
+
+def config_of_run(path: str) -> DictConfig:
+    """Return the config of `train from=path`. Raises ConfigError as job_of_run."""
+    run = open_run(path)
+    config = OmegaConf.structured(job_of_run(path))
+    config.from_run = run.path  # not before: the saved job has the run's own folder
     config.paths = OmegaConf.structured(PathsConfig)
     config.run_dir = f"${{paths.runs}}/{run.name}_again"
     config.world_size = WORLD_SIZE

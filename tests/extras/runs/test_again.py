@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -65,6 +66,8 @@ def test_only_the_folders_of_a_training_are_its_own(small_run: Path, tmp_path: P
     assert (job.run_dir, job.checkpoint.folder, job.publishing.artifact) == ("/mine/runs/x_again", None, None)
     assert (job.from_run, job.trainer.seed, job.world_size) == (str(theirs), 5, 1)
     assert job.tables["cat_25"].sharding.sharding_types == ["row_wise"]
+    (theirs / "config.yaml").write_text(re.sub("(?m)^run_dir: .*", f"run_dir: {theirs}", text))
+    assert load_config(TrainJob, [f"from={theirs}", "run_dir=/mine/again"]).from_run == str(theirs)
     with pytest.raises(ConfigError, match="set single keys instead of model=fm"):
         load_config(TrainJob, [f"from={theirs}", "model=fm"])
     with pytest.raises(ConfigError, match=r"from=.* is for train"):
