@@ -34,6 +34,7 @@ VERBS_OF_EXTRAS = {
     "rehearse": "shadow",
     "report": "runs",
     "runs": "runs",
+    "select_features": "select_features",
     "sweep": "sweep",
 }
 

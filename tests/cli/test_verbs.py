@@ -46,6 +46,7 @@ VERBS = {
     "report",
     "retrain",
     "runs",
+    "select_features",
     "serve",
     "sweep",
     "train",

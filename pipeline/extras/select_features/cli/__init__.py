@@ -1,0 +1,1 @@
+"""The verb `select_features`."""
