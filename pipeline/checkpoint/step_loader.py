@@ -14,7 +14,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from pipeline.checkpoint import random_state
 from pipeline.checkpoint.chains import open_reader
 from pipeline.checkpoint.collective_errors import Ranks
-from pipeline.checkpoint.owners import check_random_state
+from pipeline.checkpoint.owners import SHARD, check_random_state
 from pipeline.checkpoint.reshard import (
     begin_stored_rows,
     check_fit,
@@ -25,7 +25,7 @@ from pipeline.checkpoint.reshard import (
     without,
 )
 from pipeline.checkpoint.step_writer import StepWriter
-from pipeline.checkpoint.steps import file_path, list_steps, read_manifest, step_path
+from pipeline.checkpoint.steps import METADATA, file_path, list_steps, read_manifest, step_path
 from pipeline.checkpoint.tables import Replicas, flatten, inventory_of_state, inventory_of_step, merge
 from pipeline.checkpoint.tensors import StepTensors
 from pipeline.runtime.errors import CheckpointError, DamagedError
@@ -88,6 +88,7 @@ class StepLoader:
         reader = self._ranks.read(lambda: open_reader(path, manifest), self._is_local)
         tensors = self._ranks.read(lambda: StepTensors(path, reader), self._is_local)
         random = self._ranks.read(lambda: self._read_random_state(path, manifest), self._is_local)
+        self._ranks.read(lambda: self._check_files_of_hooks(path, manifest), self._is_local)
         state = self._trained.state()
         wanted = merge(self._ranks.gather(inventory_of_state(flat := flatten(state))))
         recut = check_fit(
@@ -157,6 +158,14 @@ class StepLoader:
             logger.warning(
                 "step %d holds tables of each of %d hosts: their mean is loaded", manifest["step"], stored["num_hosts"]
             )
+
+    def _check_files_of_hooks(self, path: str, manifest: dict[str, Any]) -> None:
+        """Verify the files that hooks have added, which they read after the step is loaded."""
+        if self._trained.optimizer is None:  # an evaluation, which runs no hooks
+            return
+        for name, entry in manifest["files"].items():
+            if not (SHARD.fullmatch(name) or random_state.rank_of(name) or name == METADATA):
+                read_verified(file_path(path, manifest, name), entry)
 
     def _read_random_state(self, path: str, manifest: dict[str, Any]) -> bytes | None:
         """Return this rank's random state, or None if the step was saved by another number of ranks."""

@@ -144,6 +144,21 @@ def test_damaged_steps_are_passed_over_and_named(ranks: RankPool, tmp_path: Path
         assert "none of the 4 checkpoints" in str(message)
 
 
+def _saves_files_of_hooks(rank: int, folder: str) -> None:
+    _, model, optimizer, context = build_sharded(ROWS)
+    checkpointer = Checkpointer(folder, model, optimizer, context)
+    for step in (1, 2):
+        checkpointer.save(step, files={"of_a_hook.bin": bytes(100)} if rank == 0 else {})
+
+
+def test_a_step_whose_file_of_a_hook_is_damaged_is_passed_over(ranks: RankPool, tmp_path: Path) -> None:
+    """The hook reads it after the step is loaded, when no earlier step can be taken any more."""
+    ranks.run(2, _saves_files_of_hooks, str(tmp_path))
+    assert ranks.run(2, _restored_step, str(tmp_path)) == [2, 2]
+    _flip_a_bit(tmp_path / "step_00000002/of_a_hook.bin")
+    assert ranks.run(2, _restored_step, str(tmp_path)) == [1, 1]
+
+
 def _goes_on_past_damage(rank: int, folder: str) -> list[int]:
     """Restore what can be, then write the damaged step and one more, keeping one."""
     logging.disable(logging.WARNING)
