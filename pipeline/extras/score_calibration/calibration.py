@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from pipeline.config.serving import CalibrationConfig
 from pipeline.extras.score_calibration.curves import Curve, Curves, Floats, fit_curve
-from pipeline.serving.artifact.manifest import CALIBRATION_FILE, ArtifactError, Manifest
+from pipeline.serving.artifact.manifest import CALIBRATION_FILE, MAX_ROWS, ArtifactError, Manifest
 from pipeline.serving.artifact.raw_schema import RawSchema
 
 MAX_POINTS = 1_000_000
@@ -100,6 +100,8 @@ def _problem(found: _File, manifest: Manifest) -> str:
         return f"it has {len(found.labels)} labels, and the layers have {num_columns} outputs"
     if found.by is not None and found.by not in names_of(manifest.schema):
         return f"the artifact has no feature {found.by!r} with one value in each row"
+    if any(not 0 <= id < MAX_ROWS for each in found.labels if each is not None for id in each.by_id):
+        return "a value has an id that no table has"
     curves = [curve for each in found.labels if each is not None for curve in (each.whole, *each.by_id.values())]
     if sum(len(curve.x) for curve in curves) > MAX_POINTS:
         return f"its curves have more than {MAX_POINTS} points"

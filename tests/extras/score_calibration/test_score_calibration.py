@@ -225,6 +225,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "of two labels": lambda values: values["labels"].append(None),
     "by another column": lambda values: values.update(by="cat_99"),
     "of another kind of values": lambda values: values.update(labels=3),
+    "of an endless id": lambda values: values["labels"][0]["by_id"].update({str(2**63): values["labels"][0]["whole"]}),
     "with a key": lambda values: values.update(more=3),
 }
 
