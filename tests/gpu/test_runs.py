@@ -226,11 +226,12 @@ def test_a_run_goes_on_on_fewer_and_on_more_gpus(gpus: Gpus, clicks: list[str], 
 
 
 def test_an_evaluation_equals_the_cpus(gpus: Gpus, whole: Path) -> None:
-    words = [f"run={whole}", "split=test", "max_batches=3"]
+    words = [f"run={whole}", "split=test", "max_batches=3", "slices=[cat_0,int_1]", "importance_rows=128"]
+    words.append("metrics=[xauc,gauc:cat_1,segmented_ne:cat_0,recalibrated_ne]")
     results, reports = gpus.run(gpus.at_most(2), evaluate_on_rank, words)
     found = dict(results[0].metrics)
     [cpu] = gpus.run_on_cpu(1, evaluate_on_rank, words)
-    assert found == pytest.approx(cpu.metrics, rel=1e-5)
+    assert found == pytest.approx(cpu.metrics, rel=1e-5) and results[0].details == cpu.details
     assert all(report.problems == [] for report in filter(None, reports))
 
 
