@@ -10,12 +10,19 @@ import pytest
 import torch
 
 from pipeline.cli.command_line import load_config
+from pipeline.config.data import ReaderConfig
 from pipeline.config.jobs.evaluate import PredictJob
 from pipeline.config.jobs.train import TrainJob
+from pipeline.data.dataset import load_dataset
+from pipeline.data.read.reader import ShardReader
+from pipeline.data.targets import Target
 from pipeline.extras.models.tasks.reshaped_click import PositionBias
+from pipeline.extras.stream.encode import LineEncoder
+from pipeline.extras.stream.source import Lines
 from pipeline.runtime.errors import ConfigError
 from pipeline.serving.scoring.predict import predict
 from tests.extras.models.planted_logs import ITEM_LOGITS, NUM_ITEMS, job, prepared, train_on
+from tests.extras.stream.following import FAST
 from tests.serving.exports import run_export
 from tests.support.messages import names
 from tests.support.ranks import RankPool
@@ -41,6 +48,22 @@ def test_planted_places_are_removed_from_the_scores_that_are_served(ranks: RankP
     assert errors[0] < 0.12 and errors[1] > 5 * errors[0]
     assert with_places.validation["ne"] < without.validation["ne"] - 0.03
     assert with_places.validation["calibration"] == pytest.approx(1.0, abs=0.1)
+
+
+def test_rows_of_a_stream_and_of_a_prepared_split_have_their_places(tmp_path: Path) -> None:
+    folder = prepared(tmp_path)
+    data = load_config(TrainJob, job(folder, tmp_path / "run")).data
+    lines = [line.encode() for line in (folder / "rows.csv").read_text().splitlines()[1:41]]
+    places = torch.tensor([[float(line.split(b",")[2])] for line in lines])
+    dataset, click = load_dataset(data.path), [Target("click")]
+    names_of_cells = ("click", "seconds", "place", "teacher", "list", "item")
+    encoder = LineEncoder(data, dataset, FAST, click, lambda features: features, (), ["place"])
+    assert torch.equal(encoder.encode([Lines("a", 0, lines, list(range(40)), names_of_cells)]).batch.aside, places)
+    config = ReaderConfig(shuffle="none", num_streams=1)
+    reader = ShardReader(data.path, dataset, "train", global_batch_size=40, rank=0, world_size=1, config=config, seed=0, aside=["place"])  # fmt: skip
+    batches = reader.batches(0)
+    assert torch.equal(next(batches).aside, places)
+    batches.close()
 
 
 def test_places_beyond_the_last_count_as_the_last_and_the_reference_as_0() -> None:
