@@ -253,6 +253,11 @@ class TrainJob(Job):
                 f"trainer.loss.ranking={ranking} needs the rows of a group in one batch, and data.reader.shuffle=row_groups "
                 "spreads them: set data.reader.shuffle=groups"
             )
+        if self.trainer.micro_batch_size < 2 * self.data.reader.num_streams:
+            raise ConfigError(
+                f"trainer.loss.ranking={ranking} compares rows of one stream, and a batch of {self.trainer.micro_batch_size} rows has "
+                f"fewer than 2 of each of data.reader.num_streams={self.data.reader.num_streams}: set fewer streams"
+            )
 
     def _check_metrics(self) -> None:
         if len(set(self.trainer.metrics)) < len(self.trainer.metrics):

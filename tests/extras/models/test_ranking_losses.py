@@ -115,6 +115,10 @@ def test_ranking_finds_planted_values_of_items_where_lists_differ(kind: str | No
             "trainer.loss.ranking=jrc data.group_column=cat_0",
             "data.reader.shuffle=row_groups data.reader.shuffle=groups",
         ),
+        (
+            "trainer.loss.ranking=jrc data.group_column=cat_0 data.reader.shuffle=groups trainer.global_batch_size=16",
+            "trainer.loss.ranking=jrc 16 data.reader.num_streams=16",
+        ),
         ("data.reader.shuffle=groups", "data.reader.shuffle=groups data.group_column"),
     ],
 )
