@@ -151,7 +151,7 @@ def test_each_label_is_measured_by_its_name_and_learns(ranks: RankPool, trained:
     )
     page = render_report(run)
     assert all(f"NE of {label} rises without it" in page for label in ("click", "order"))
-    assert "<h3>Click: by user</h3>" in page and "<h3>Order: by user</h3>" in page
+    assert "<h3>click: by user</h3>" in page and "<h3>order: by user</h3>" in page
 
 
 @pytest.mark.campaign
