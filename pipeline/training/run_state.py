@@ -308,7 +308,15 @@ def initializer(job: TrainJob, assembly: ShardedModel, dataset: Dataset) -> Call
     tables.*.init.file replace initial rows; the function raises UserError if a file does not fit."""
     from pipeline.sharding.torchrec.table_init import initialize_tables
 
-    with_file = [table for table in assembly.tables if table.init.file is not None]
+    # The values of a part belong to the features of the whole table.
+    whole = {table.name: table for table in assembly.tables}
+    with_file = [
+        replace(
+            part, feature_names=whole[part.whole_name].feature_names, compression=whole[part.whole_name].compression
+        )
+        for part in physical_tables(assembly.tables)
+        if part.init.file is not None
+    ]
     fill = from_extra("fill_from_files", "tables.*.init.file") if with_file else None
 
     def initialize(names: Collection[str] | None = None) -> None:

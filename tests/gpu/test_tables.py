@@ -73,15 +73,17 @@ def test_each_table_trains_by_its_own_settings_and_frozen_rows_keep_their_bits(
     gpus: Gpus, prepared_clicks: str, tmp_path: Path
 ) -> None:
     """As on the CPU, for sharded and replicated tables, and after a resume. One table starts from a file."""
-    vocabulary = load_dataset(prepared_clicks).sparse_feature("cat_24").vocabulary
-    values = pq.read_table(f"{prepared_clicks}/{vocabulary}")["value"]
-    vectors = np.random.default_rng(5).random((len(values), 16), np.float32)
-    pq.write_table(pa.table({"value": values, "vector": list(vectors)}), tmp_path / "vectors.parquet")
+    for table in ("cat_3", "cat_24"):
+        vocabulary = load_dataset(prepared_clicks).sparse_feature(table).vocabulary
+        values = pq.read_table(f"{prepared_clicks}/{vocabulary}")["value"]
+        vectors = np.random.default_rng(5).random((len(values), 16), np.float32)
+        pq.write_table(pa.table({"value": values, "vector": list(vectors)}), tmp_path / f"{table}.parquet")
     words = [
         "experiment=quickstart",
         f"data.path={prepared_clicks}",
         "tables.cat_2*.frozen=true",
-        f"tables.cat_24.init.file={tmp_path / 'vectors.parquet'}",
+        f"tables.cat_24.init.file={tmp_path / 'cat_24.parquet'}",
+        f"tables.cat_3.compression={{kind: vectors, options: {{file: {tmp_path / 'cat_3.parquet'}, width: 16}}}}",
         "tables.cat_20.sharding.sharding_types=[data_parallel]",
         "tables.cat_1.sharding.sharding_types=[data_parallel]",
         "tables.cat_1*.lr_factor=0.1",
@@ -95,7 +97,7 @@ def test_each_table_trains_by_its_own_settings_and_frozen_rows_keep_their_bits(
     found, expected = stored(tmp_path / "gpu", 4), stored(tmp_path / "cpu", 4)
     frozen = {key for key, values in half.items() if torch.equal(values, found[key]) and key.startswith("model.")}
     tables = {key.split(".")[-2] for key in frozen if "embedding_bags" in key}
-    assert tables == {"cat_2", *(f"cat_{number}" for number in range(20, 26))}
+    assert tables == {"cat_2", "cat_3__vectors", *(f"cat_{number}" for number in range(20, 26))}
     (rows,) = (values for key, values in found.items() if key.endswith(".cat_24.weight"))
     np.testing.assert_array_equal(rows[1:].numpy(), vectors)
     assert not any(".cat_2." in key or ".cat_20." in key for key in found if key.startswith("optimizer."))

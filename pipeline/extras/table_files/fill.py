@@ -15,7 +15,7 @@ from torch import nn
 
 from pipeline.checkpoint.stored_rows import StoredRows
 from pipeline.checkpoint.vocabularies import IdSpace, id_space, read_values
-from pipeline.config.tables import InitConfig
+from pipeline.config.tables import CompressionConfig, InitConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.raw.hashing import hash_ids
 from pipeline.data.read.value_index import ValueIndex, index_values
@@ -70,13 +70,15 @@ def fill_from_files(
 
 
 def _fill(table: Table, parts: list[TablePart], dataset: Dataset, data_path: str) -> Coverage:
-    key = f"tables.{table.config_name}.init.file"
+    key = f"tables.{table.config_name}." + ("init.file" if table.compression is None else "compression.options.file")
     ids = id_space(dataset, data_path, table.feature_names)
     rows_of = _rows_of(ids, key)
     num_ids = max(dataset.sparse_feature(name).cardinality for name in table.feature_names) - 1
     covered, unknown, width = np.zeros(table.num_embeddings, np.bool_), 0, 0
     for values, vectors in read_vectors(table.init, key):
         width = vectors.shape[1]
+        if table.compression is not None:
+            vectors = _marked(table.compression, key, vectors)
         _check(table, key, vectors)
         rows = rows_of(values)
         known = np.flatnonzero(rows > 0)
@@ -106,6 +108,18 @@ def _rows_of(ids: IdSpace, key: str) -> Callable[[pa.Array], Rows]:
         raise ConfigError(f"{key}: the values of the table's rows are unknown: {ids.reason}; leave the file out")
     index = ValueIndex([index_values(read_values(ids.vocabulary))])
     return lambda values: index.ids(np.zeros(len(values), np.int64), values)
+
+
+def _marked(config: CompressionConfig, key: str, vectors: Vectors) -> Vectors:
+    """Return the vectors with a further column of 1, which compression.kind=vectors reads. Raises
+    ConfigError for another width than the config has."""
+    width = int(config.options["width"])
+    if vectors.shape[1] != width:
+        raise ConfigError(
+            f"{key}: the file has vectors of {vectors.shape[1]} numbers, but width={width}; set "
+            f"{key.removesuffix('file')}width={vectors.shape[1]}"
+        )
+    return np.concatenate([vectors, np.ones((len(vectors), 1), np.float32)], axis=1)
 
 
 def _check(table: Table, key: str, vectors: Vectors) -> None:
