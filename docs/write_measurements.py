@@ -51,6 +51,14 @@ PAGES = {
         "What the planner takes from data sheets, and FBGEMM's lookups with row-wise Adagrad on 8,192 samples. "
         "The time of a small lookup is the host's.",
     ),
+    "user_items": (
+        "Scoring 256 items for one user",
+        "`full rows` has the user's columns in each row. `tiled` is TorchEasyRec's way: the request has them once, and the server "
+        "repeats the encoded user for each item before tables and layers. `by user` also looks up the user once "
+        "([requests](../do/serving.md#the-server)). All three have scores with the same bits. One client asked at one rate for each "
+        "model and format, and the ways took turns. Other programs ran on the machine: read the bytes and the server's CPU time "
+        "first.",
+    ),
     "diagnoses": (
         "Diagnoses of planted faults",
         "Each line is a training run. A planted fault is correct if the first finding of `python -m pipeline diagnose` is the planted one, "
