@@ -308,7 +308,7 @@ _READERS: dict[str, Callable[[GraphReader, Any], Any]] = {
 # Operators of aten that read and write nothing but their tensors, and check sizes and indices. All variants of a name
 # are allowed except those that write to an output argument; in-place variants end with an underscore.
 LISTED = """
-abs acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor ceil
+__and__ __or__ __xor__ abs acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor ceil
 clamp clamp_max clamp_min copysign cos cosh div eq erf erfc exp exp2 expm1 floor floor_divide fmod frac ge gt
 isfinite isinf isnan le lerp log log10 log1p log2 logaddexp logical_and logical_not logical_or logical_xor logit lt
 masked_fill maximum minimum mul nan_to_num ne neg pow reciprocal remainder round rsqrt rsub sigmoid sign sin sinh
