@@ -166,8 +166,8 @@ def away_from_zero(*shape: int) -> torch.Tensor:
     """
     import torch
 
-    normal = torch.distributions.Normal(0.0, 1.0)
-    tail = 1 - normal.cdf(torch.tensor(LEAST)).item()
+    with torch.device("cpu"):  # the remaining tensors may be on the meta device
+        tail = 1 - torch.distributions.Normal(0.0, 1.0).cdf(torch.tensor(LEAST)).item()
     sampled = -torch.special.ndtri(torch.rand(shape, dtype=torch.float64).clamp(min=1e-12) * tail)
     signs = torch.randint(0, 2, shape) * 2 - 1
     density = math.exp(-(LEAST**2) / 2) / math.sqrt(2 * math.pi)

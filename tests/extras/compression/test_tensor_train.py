@@ -76,3 +76,9 @@ def test_the_sampled_gaussian_has_no_middle_and_unit_variance() -> None:
     sampled = away_from_zero(40_000)
     assert sampled.std().item() == pytest.approx(1, abs=0.01)
     assert sampled.abs().min().item() == pytest.approx(2 / 5.746**0.5, rel=1e-3)  # two standard deviations, rescaled
+
+
+def test_parameters_have_shapes_on_the_meta_device() -> None:
+    """An artifact compares the shapes of its parameters before it takes memory for them."""
+    with torch.device("meta"):
+        assert away_from_zero(2, 3).shape == (2, 3)
