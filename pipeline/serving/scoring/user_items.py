@@ -247,8 +247,10 @@ def _encode(encoder: RowEncoder, rows: UserItems, num_rows: int) -> EncodedRows:
         repeated = [list(columns[name]) * (num_rows // len(columns[name])) for name in names]
         return encoder.encode(ColumnLists(schema_of(encoder.layout.columns), repeated, num_rows))
     user, items = as_table(rows.user), as_table(rows.items)
-    first = pa.array(np.zeros(num_rows, np.int64))
-    chosen = [items[name] if name in items.column_names else user[name].take(first) for name in names]
+    user = user.select([name for name in names if name not in items.column_names])
+    if num_rows > 1 and user.num_columns:
+        user = user.take(pa.array(np.zeros(num_rows, np.int64)))
+    chosen = [items[name] if name in items.column_names else user[name] for name in names]
     return encoder.encode(pa.table(chosen, names=names))
 
 
