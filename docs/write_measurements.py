@@ -53,7 +53,7 @@ PAGES = {
     ),
     "user_items": (
         "Scoring 256 items for one user",
-        "`full rows` has the user's columns in each row. `tiled` is TorchEasyRec's way: the request has them once, and the server "
+        "`full rows` has the user's columns in each row. `tiled` is TorchEasyRec's way: the request has the user once, and the server "
         "repeats the encoded user for each item before tables and layers. `by user` also looks up the user once "
         "([requests](../do/serving.md#the-server)). All three have scores with the same bits. One client asked at one rate for each "
         "model and format, and the ways took turns. Other programs ran on the machine: read the bytes and the server's CPU time "
