@@ -1,6 +1,6 @@
 """What retraining is for, and what its gate must stop: drift followed, equals let through, planted faults rejected.
 
-Each test has a small size for every run and the full one as a campaign, whose figures stand in docs/do/retraining.md.
+Each test has a small size and a full one, both as campaigns. The figures of the full one stand in docs/do/retraining.md.
 """
 
 from __future__ import annotations
@@ -99,7 +99,10 @@ def history(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize(
     "history",
-    [pytest.param(SMALL, id="2 challenges"), pytest.param(DRIFTING, id="10 challenges", marks=campaign)],
+    [
+        pytest.param(SMALL, id="2 challenges", marks=campaign),
+        pytest.param(DRIFTING, id="10 challenges", marks=campaign),
+    ],
     indirect=True,
 )
 def test_retraining_from_window_to_window_beats_the_stale_champion(history: tuple[Path, Stream]) -> None:
