@@ -43,6 +43,8 @@ MODELS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "FM": ({}, "fm", []),
     "DeepFM": ({"hidden_units": HIDDEN}, "deepfm", SIZES),
     "DCNv2": ({"parallel_dnn_hidden_units": HIDDEN}, "dcnv2", SIZES),
+    "GDCN": ({"dnn_hidden_units": HIDDEN}, "gdcn", [*SIZES, "model.structure=stacked"]),
+    "GDCNP": ({"dnn_hidden_units": HIDDEN}, "gdcn", SIZES),
     "DLRM": (
         {"top_mlp_units": HIDDEN, "bottom_mlp_units": HIDDEN}, "dlrm",
         ["model.over_arch_layer_sizes=[64,64,64,1]", *PLAIN, "model.init=xavier_normal", "tables.default.init.kind=normal",
@@ -68,7 +70,7 @@ MODELS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "MLP": ({}, "shared_bottom", ["model.hidden_layer_sizes=[64,64]", "model.tower_layer_sizes=[64]", *PLAIN]),
 }  # fmt: skip
 NO_L2 = ("LR", "FM")
-DEEP = ("DeepFM", "DCNv2", "DLRM", "AutoInt", "xDeepFM", "MaskNet", "FinalMLP")
+DEEP = ("DeepFM", "DCNv2", "GDCN", "GDCNP", "DLRM", "AutoInt", "xDeepFM", "MaskNet", "FinalMLP")
 READS_POSITIONS = ("DIN",)  # of a data set's histories; the other models take the mean of a history's vectors
 OURS_ALONE = ("MLP",)  # DIN's layers over the mean of a history, which FuxiCTR's model_zoo does not have by itself
 SPEC: dict[str, Any] = {

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-FOLDERS = {"DeepFM": "DeepFM/DeepFM_torch"}  # of the others: their own name
+FOLDERS = {"DeepFM": "DeepFM/DeepFM_torch", "GDCNP": "GDCN"}  # of the others: their own name
 
 
 READS_POSITIONS = ("DIN",)

@@ -23,7 +23,7 @@ KERNELS = ["fused", "fused_uvm", "fused_uvm_caching"]
 # Neighbours differ in both, so four tables in a row have four kinds and all three kernels.
 LAYOUTS = [("data_parallel", "dense"), *((KINDS[i % 5], KERNELS[i % 3]) for i in range(15))]
 
-CLICKS = ["dlrm", "dlrm_dcn", "dcn", "dcnv2", "deepfm", "simple_deepfm", "xdeepfm", "autoint", "masknet", "finalmlp",
+CLICKS = ["dlrm", "dlrm_dcn", "dcn", "dcnv2", "gdcn", "deepfm", "simple_deepfm", "xdeepfm", "autoint", "masknet", "finalmlp",
           "wide_deep", "fm", "logistic_regression"]  # fmt: skip
 USER_ITEM = ["user_item_mf", "user_item_ncf", "user_item_two_tower"]
 LABELS = ["conversions_shared_bottom", "conversions_mmoe", "conversions_ple", "conversions_esmm"]

@@ -45,6 +45,7 @@ WITHOUT_LAYERS: list[str] = []  # that trainer.compile could compile
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "masknet": [{"variant": "parallel", "feature_norm": True}],
     "dcnv2": [{"structure": "stacked", "cross": "low_rank"}],
+    "gdcn": [{"structure": "stacked"}],
     "autoint": [{"hidden_layer_sizes": []}, {"dense_features": "values"}],
     "finalmlp": [{"first_context": ["user_id"], "second_context": ["item_id", "hour"], "dense_features": "values"}],
 }

@@ -1,15 +1,18 @@
-"""Attention, masks, gates and fusion give the numbers of their papers' formulas, feature by feature and head by head."""
+"""Attention, gated crosses, masks, gates and fusion give the numbers of their papers' formulas, feature by feature and head by head."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from pipeline.config.model import LayerSettings
 from pipeline.extras.models.layers.attention import MultiHeadInteraction
+from pipeline.extras.models.layers.gated_cross import GatedCross
 from pipeline.extras.models.layers.masks import FeatureNorm, MaskBlock
 from pipeline.extras.models.layers.streams import BilinearFusion, FeatureGate
+from pipeline.models.layers.cross import CrossNetwork
 from pipeline.models.layers.features import FeatureInputs
 
 B, F, D = 5, 4, 6
@@ -53,6 +56,28 @@ def test_attention_drops_weights_in_training_alone() -> None:
     layer, rows = MultiHeadInteraction(D, D, 2, dropout=0.5), torch.randn(B, F, D)
     assert not torch.equal(layer(rows), layer(rows))
     assert torch.equal(layer.eval()(rows), layer(rows))
+
+
+def _array(values: torch.Tensor) -> np.ndarray:
+    return values.detach().numpy().astype(np.float64)
+
+
+def _sigmoid(values: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-values))
+
+
+def test_a_gated_cross_is_the_papers_product_of_the_input_a_linear_map_and_a_gate() -> None:
+    torch.manual_seed(0)
+    network = CrossNetwork([GatedCross(D), GatedCross(D)])
+    for weight in network.parameters():
+        nn.init.normal_(weight)
+    inputs = torch.randn(B, D)
+    for sample, found in zip(_array(inputs), _array(network(inputs)), strict=True):
+        crossed = sample
+        for layer in network.layers:
+            linear = _array(layer.cross.weight) @ crossed + _array(layer.cross.bias)
+            crossed = sample * linear * _sigmoid(_array(layer.gate.weight) @ crossed) + crossed
+        np.testing.assert_allclose(found, crossed, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("norm", [True, False])
