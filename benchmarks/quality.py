@@ -62,6 +62,11 @@ MODELS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         [*PLAIN, "model.first_layer_sizes=[64,64,64]", "model.second_layer_sizes=[64,64,64]",
          "model.gate_layer_sizes=[64]", "model.num_heads=1"],
     ),
+    "FinalNet": (
+        {"block1_hidden_units": HIDDEN, "block2_hidden_units": HIDDEN}, "finalnet",
+        ["model.first_layer_sizes=[64,64,64]", "model.second_layer_sizes=[64,64,64]", "model.dropout=0",
+         "model.feature_gates=false"],  # with batch norm on both sides
+    ),
     "DIN": (
         {"dnn_hidden_units": HIDDEN, "attention_hidden_units": [16], "din_use_softmax": True}, "din",
         [*SIZES, "model.activation=relu", "model.attention_layer_sizes=[16]", "model.attention_activation=dice",
@@ -70,7 +75,7 @@ MODELS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "MLP": ({}, "shared_bottom", ["model.hidden_layer_sizes=[64,64]", "model.tower_layer_sizes=[64]", *PLAIN]),
 }  # fmt: skip
 NO_L2 = ("LR", "FM")
-DEEP = ("DeepFM", "DCNv2", "GDCN", "GDCNP", "DLRM", "AutoInt", "xDeepFM", "MaskNet", "FinalMLP")
+DEEP = ("DeepFM", "DCNv2", "GDCN", "GDCNP", "DLRM", "AutoInt", "xDeepFM", "MaskNet", "FinalMLP", "FinalNet")
 READS_POSITIONS = ("DIN",)  # of a data set's histories; the other models take the mean of a history's vectors
 OURS_ALONE = ("MLP",)  # DIN's layers over the mean of a history, which FuxiCTR's model_zoo does not have by itself
 SPEC: dict[str, Any] = {

@@ -47,12 +47,15 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "dcnv2": [{"structure": "stacked", "cross": "low_rank"}],
     "gdcn": [{"structure": "stacked"}],
     "autoint": [{"hidden_layer_sizes": []}, {"dense_features": "values"}],
+    "finalnet": [{"second_layer_sizes": [], "combine": "sum", "feature_gates": False}],
     "finalmlp": [{"first_context": ["user_id"], "second_context": ["item_id", "hour"], "dense_features": "values"}],
 }
 CLICK_MODELS = [
     kind
     for kind, config in components("model").items()
-    if config.__module__.startswith("pipeline.") and config().task == "click" and not config().sequence_inputs
+    if config.__module__.startswith("pipeline.")
+    and config().task in ("click", "distilled_streams")
+    and not config().sequence_inputs
 ]
 
 

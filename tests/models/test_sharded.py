@@ -18,6 +18,7 @@ from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.table import Table
 from pipeline.embeddings.tables import resolve_tables
+from pipeline.extras.models.finalnet import FinalNetConfig
 from pipeline.extras.models.gdcn import GDCNConfig
 from pipeline.extras.models.user_item import MatrixFactorizationConfig, NCFConfig, TwoTowerConfig
 from pipeline.extras.models.xdeepfm import XDeepFMConfig
@@ -58,6 +59,7 @@ CONFIGS: list[ModelConfig] = [
     DCNConfig(hidden_layer_sizes=[16], dropout=0.0),
     DCNv2Config(hidden_layer_sizes=[16], cross="mixture", low_rank=4, num_experts=2, dropout=0.0),
     GDCNConfig(hidden_layer_sizes=[16], dropout=0.0),
+    FinalNetConfig(first_layer_sizes=[16], second_layer_sizes=[8], dropout=0.0),
 ]  # fmt: skip
 NUM_STEPS, GLOBAL_BATCH = 4, 32
 

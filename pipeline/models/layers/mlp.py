@@ -96,11 +96,7 @@ class Layer(nn.Module):
     def __init__(self, in_features: int, out_features: int, settings: LayerSettings) -> None:
         super().__init__()
         self._linear = nn.Linear(in_features, out_features)
-        self.norm: nn.Module | None = None
-        if settings.batch_norm:
-            self.norm = BatchNorm(out_features)
-        elif settings.layer_norm:
-            self.norm = nn.LayerNorm(out_features)
+        self.norm = make_norm(out_features, settings)
         self._activation_fn = Activation(settings.activation, out_features)
         self.dropout = nn.Dropout(settings.dropout) if settings.dropout else None
         self.is_relu_alone = self.norm is None and settings.activation == "relu" and self.dropout is None
@@ -111,6 +107,13 @@ class Layer(nn.Module):
             values = self.norm(values)
         values = self._activation_fn(values)
         return values if self.dropout is None else self.dropout(values)
+
+
+def make_norm(width: int, settings: LayerSettings) -> nn.Module | None:
+    """Return the norm of a layer of `width` columns, None if it has no norm."""
+    if settings.batch_norm:
+        return BatchNorm(width)
+    return nn.LayerNorm(width) if settings.layer_norm else None
 
 
 def initialize_linear_layers(model: nn.Module, init: str) -> None:

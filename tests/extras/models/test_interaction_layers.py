@@ -1,4 +1,4 @@
-"""Attention, gated crosses, masks, gates and fusion give the numbers of their papers' formulas, feature by feature and head by head."""
+"""Attention, gated crosses, factorized layers, masks, gates and fusion give the numbers of their papers' formulas, feature by feature and head by head."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ import torch
 from torch import nn
 
 from pipeline.config.model import LayerSettings
+from pipeline.extras.models.finalnet import FinalNetConfig
 from pipeline.extras.models.layers.attention import MultiHeadInteraction
+from pipeline.extras.models.layers.factorized import FactorizedLayer, FactorizedStreams
 from pipeline.extras.models.layers.gated_cross import GatedCross
 from pipeline.extras.models.layers.masks import FeatureNorm, MaskBlock
 from pipeline.extras.models.layers.streams import BilinearFusion, FeatureGate
+from pipeline.extras.models.tasks.distilled_streams import DistilledStreamsTask
 from pipeline.models.layers.cross import CrossNetwork
 from pipeline.models.layers.features import FeatureInputs
+from pipeline.runtime.errors import ConfigError
+from tests.support.clicks import labelled
+from tests.support.messages import names
 
 B, F, D = 5, 4, 6
 
@@ -122,6 +128,60 @@ def test_fusion_is_the_papers_bilinear_form_of_each_head(num_heads: int) -> None
         x, y = (part.chunk(num_heads, dim=1)[head] for part in (first, second))
         expected[:, 0] += torch.einsum("bi,ij,bj->b", x, fusion.weight[head], y)
     torch.testing.assert_close(fusion(first, second), expected, rtol=1e-5, atol=1e-5)
+
+
+def _logits_of_block(block: nn.Sequential, inputs: np.ndarray, is_concat: bool) -> np.ndarray:
+    for layer in list(block)[:-1]:
+        assert isinstance(layer, FactorizedLayer)
+        hidden, factors = np.split(inputs @ _array(layer.linear.weight).T + _array(layer.linear.bias), 2, axis=1)
+        inputs = np.concatenate([hidden, hidden * factors], 1) if is_concat else hidden + hidden * factors
+    return (inputs @ _array(block[-1].weight).T + _array(block[-1].bias))[:, 0]
+
+
+@pytest.mark.parametrize("combine", ["concat", "sum"])
+def test_factorized_blocks_are_the_papers_products_and_are_trained_towards_their_mean(combine: str) -> None:
+    torch.manual_seed(0)
+    config = FinalNetConfig(
+        first_layer_sizes=[8, 4], second_layer_sizes=[6], combine=combine, batch_norm=False, dropout=0, distillation=0.3
+    )
+    arch = config.build_over_arch(FeatureInputs(F, 0, D, dense_as_vectors=True), [], D)
+    assert isinstance(arch, FactorizedStreams) and arch.gates is not None and arch.second is not None
+    nn.init.normal_(arch.gates.weight), nn.init.normal_(arch.gates.bias)
+    dense, rows = torch.empty(B, 0), torch.randn(B, F, D)
+    vectors = _array(rows)
+    gates = np.einsum("fg,bgd->bfd", _array(arch.gates.weight), vectors) + _array(arch.gates.bias)
+    gated = np.concatenate([vectors, vectors * gates], axis=1).reshape(B, -1)
+    pairs = (arch.first, gated), (arch.second, vectors.reshape(B, -1))
+    streams = np.stack([_logits_of_block(block, inputs, combine == "concat") for block, inputs in pairs], axis=1)
+    np.testing.assert_allclose(_array(arch.train()(dense, rows)), streams, rtol=1e-4, atol=1e-4)
+    mean = streams.mean(axis=1)
+    np.testing.assert_allclose(_array(arch.eval()(dense, rows))[:, 0], mean, rtol=1e-4, atol=1e-4)
+
+    labels, weights = np.arange(B) % 2, np.arange(B) / 2
+    batch = labelled(torch.tensor(labels).float(), torch.tensor(weights).float())
+    task = DistilledStreamsTask(config, [])
+
+    def cross_entropy(targets: np.ndarray, logits: np.ndarray) -> float:
+        losses = -targets * np.log(_sigmoid(logits)) - (1 - targets) * np.log(1 - _sigmoid(logits))
+        return float((weights * losses).mean())
+
+    plain = cross_entropy(labels, mean)
+    distilled = sum(cross_entropy(_sigmoid(mean), streams[:, number]) for number in range(2))
+    logits = torch.tensor(streams, dtype=torch.float32, requires_grad=True)
+    loss, prediction = task.train()(logits, batch)
+    assert loss.item() == pytest.approx(plain + 0.3 * distilled, rel=1e-5)
+    # The targets get no gradient.
+    of_mean = 0.5 * (_sigmoid(mean) - labels)[:, None]
+    wanted = weights[:, None] * (of_mean + 0.3 * (_sigmoid(streams) - _sigmoid(mean)[:, None]))
+    np.testing.assert_allclose(_array(torch.autograd.grad(loss, logits)[0]), wanted / B, rtol=1e-4, atol=1e-5)
+    assert task.eval()(prediction.logits[:, None], batch)[0].item() == pytest.approx(plain, rel=1e-5)
+
+
+def test_finalnet_refuses_halves_of_odd_layers_and_has_the_log_loss_with_one_block() -> None:
+    with pytest.raises(ConfigError, match=names("model.combine 7")):
+        FinalNetConfig(first_layer_sizes=[7])
+    assert FinalNetConfig(first_layer_sizes=[7], second_layer_sizes=[], combine="sum").task == "click"
+    assert FinalNetConfig(distillation=0).task == "click" and FinalNetConfig().task == "distilled_streams"
 
 
 def test_dense_features_are_vectors_times_their_values_or_values() -> None:

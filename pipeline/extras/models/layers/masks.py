@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from pipeline.config.model import LayerSettings
-from pipeline.models.layers.batch_norm import BatchNorm
 from pipeline.models.layers.features import FeatureInputs
-from pipeline.models.layers.mlp import Activation
+from pipeline.models.layers.mlp import Activation, make_norm
 
 
 class FeatureNorm(nn.Module):
@@ -56,11 +55,7 @@ class MaskBlock(nn.Module):
         super().__init__()
         self.mask = InstanceGuidedMask(in_features, width, reduction)
         self.linear = nn.Linear(width, out_features, bias=False)
-        self.norm: nn.Module | None = None
-        if settings.batch_norm:
-            self.norm = BatchNorm(out_features)
-        elif settings.layer_norm:
-            self.norm = nn.LayerNorm(out_features)
+        self.norm = make_norm(out_features, settings)
         self._activation_fn = Activation(settings.activation, out_features)
         self.dropout = nn.Dropout(settings.dropout) if settings.dropout else None
 
