@@ -146,6 +146,7 @@ def check_labels(labels: Mapping[str, LabelConfig]) -> None:
 
 
 KEEPS = ("last", "first")
+MAX_VECTOR = 4096  # numbers, each of which is a column of the shards
 MAX_LENGTH = 10_000  # positions; the lookup treats each position as a feature
 
 
@@ -220,7 +221,8 @@ class ColumnsConfig:
     A single label is binary and needs no entry in `labels`; `label_values` and `label_threshold`
     belong to it. If there are several labels, `label` names the main one, which a model of one task
     learns and the gate compares; by default it is the first binary label. `weight` is a column of
-    numbers >= 0 that multiply a row's losses and metrics.
+    numbers >= 0 that multiply a row's losses and metrics. `vectors` are columns with lists of so many
+    numbers, each of which becomes a dense feature; a further feature is 1 if the vector is missing.
     """
 
     label: str = "label"
@@ -236,12 +238,15 @@ class ColumnsConfig:
     list_separator: str = "|"
     null_values: list[str] = field(default_factory=list)
     weighted: list[str] = field(default_factory=list)
+    vectors: dict[str, int] = field(default_factory=dict)  # column -> width
 
     def __post_init__(self) -> None:
         if not self.list_separator:  # a blank may separate
             raise ConfigError("data.columns.list_separator is empty: give it a value")
         self.dense, self.sparse, self.multi_hot = map(expand_ranges, (self.dense, self.sparse, self.multi_hot))
         self._check_weighted()
+        for name, width in self.vectors.items():
+            check_within(f"data.columns.vectors.{name}", width, 1, MAX_VECTOR)
         resolve_sequences(self.sequence, self.sparse)  # checks them
         if not self.labels:
             LabelConfig(values=self.label_values, threshold=self.label_threshold)  # checks them
@@ -281,6 +286,16 @@ class ColumnsConfig:
         return [*self.multi_hot, *self.sequence]
 
     @property
+    def raw_lists(self) -> list[str]:
+        """Return the columns of the source that hold lists: `lists`, then vectors."""
+        return [*self.lists, *self.vectors]
+
+    @property
+    def vector_features(self) -> list[str]:
+        """Return the dense features that the columns of vectors become."""
+        return [feature for name, width in self.vectors.items() for feature in vector_features(name, width)]
+
+    @property
     def sequences(self) -> dict[str, SequenceConfig]:
         """Return the sequences with default lengths and sides filled in."""
         return resolve_sequences(self.sequence, self.sparse)
@@ -291,6 +306,11 @@ class ColumnsConfig:
         if not self.label:
             return {}
         return self.labels or {self.label: LabelConfig(values=self.label_values, threshold=self.label_threshold)}
+
+
+def vector_features(name: str, width: int) -> list[str]:
+    """Return the names of the dense features that a column of vectors becomes."""
+    return [*(f"{name}[{number}]" for number in range(width)), f"{name}[missing]"]
 
 
 def expand_ranges(names: list[str], key: str = "data.columns") -> list[str]:

@@ -356,7 +356,8 @@ class DataConfig:
             *columns.all_labels,
             *columns.dense,
             *columns.sparse,
-            *columns.lists,
+            *columns.raw_lists,
+            *columns.vector_features,
             columns.weight,
             self.group_column,
         ]
@@ -364,8 +365,8 @@ class DataConfig:
             raise ConfigError(f"data.transforms.{twice[0]} makes a column that already exists: give it another name")
         for column, each in made.items():
             for name, kind in each.inputs.items():
-                if name in columns.lists or (name in columns.dense and kind != NUMBER):
-                    what = "lists" if name in columns.lists else "numbers"
+                if name in columns.raw_lists or (name in columns.dense and kind != NUMBER):
+                    what = "lists" if name in columns.raw_lists else "numbers"
                     raise ConfigError(
                         f"data.transforms.{column} reads {name!r} as {kind}, but data.columns has it as {what}: use another column, or a "
                         "kind that reads {what}"

@@ -19,7 +19,7 @@ from pipeline.runtime.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     import pyarrow as pa
 
-NUMBER, TEXT, LIST, TIME = "number", "text", "list", "time"
+NUMBER, TEXT, LIST, TIME, VECTOR = "number", "text", "list", "time", "vector"  # what a column is read as
 
 
 @dataclass(frozen=True)

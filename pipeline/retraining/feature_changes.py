@@ -150,6 +150,7 @@ def view(reader: DataConfig, other: DataConfig, today: DataConfig) -> tuple[Data
         sparse=[*columns.sparse, *_new(wanted.sparse, taken)],
         multi_hot=[*columns.multi_hot, *_new(wanted.lists, taken)],
         weighted=[*columns.weighted, *_new(wanted.weighted, taken)],
+        vectors={**columns.vectors, **{name: wanted.vectors[name] for name in _new(wanted.vectors, taken)}},
     )
     gone = sorted({*_names(own), *_names(wanted)} - {*_names(source_columns(today)), *today.transforms})
     absent = {name: _a_label(every_label[name]) if name in every_label else None for name in gone}
@@ -169,7 +170,7 @@ def columns_in(source: Source, data: DataConfig) -> set[str]:
 
 
 def _names(columns: ColumnsConfig) -> list[str]:
-    return [*columns.all_labels, *columns.dense, *columns.sparse, *columns.lists]
+    return [*columns.all_labels, *columns.dense, *columns.sparse, *columns.raw_lists]
 
 
 def _new(names: Iterable[str], taken: set[str | None]) -> list[str]:

@@ -65,6 +65,7 @@ class Features:
     derived: dict[str, TransformConfig] = field(default_factory=dict)  # columns that are made of others
     derived_kinds: dict[str, str] = field(default_factory=dict)
     weighted: list[str] = field(default_factory=list)  # of multi_hot
+    vectors: dict[str, int] = field(default_factory=dict)  # columns whose numbers are dense features
 
     def kind_of(self, name: str) -> str:
         """Return the kind of transform that a dense column gets."""
@@ -110,6 +111,7 @@ def features_of(config: DataConfig, layout: Layout) -> Features:
                 f"data.feature_ids.{name}: the sequence has the ids of {sequences[name].shares!r}; set "
                 f"data.feature_ids.{sequences[name].shares}, or leave out data.columns.sequence.{name}.shares"
             )
+    kinds = config.dense_transforms | dict.fromkeys(layout.columns.vector_features, "none")
     owners = {name: sequence.shares or name for name, sequence in sequences.items()}
     return Features(
         label=columns.label,
@@ -124,7 +126,7 @@ def features_of(config: DataConfig, layout: Layout) -> Features:
         derived_kinds={name: str(each["kind"]) for name, each in config.transforms.items()},
         list_separator=columns.list_separator,
         null_values=tuple(columns.null_values),
-        transforms={name: kind for name, kind in config.dense_transforms.items() if kind != config.dense_transform},
+        transforms={name: kind for name, kind in kinds.items() if kind != config.dense_transform},
         row_hashes=config.split.kind == "given",
         group=config.group_column,
         buckets={name: config.buckets[name] for name in columns.dense if name in config.buckets},
@@ -132,6 +134,7 @@ def features_of(config: DataConfig, layout: Layout) -> Features:
         weight=columns.weight,
         negative_sampling=config.negative_sampling,
         weighted=columns.weighted,
+        vectors=layout.columns.vectors,
     )
 
 
@@ -160,7 +163,7 @@ def encode_block(
     features: Features, table: pa.Table, probabilities: Mapping[str, np.ndarray] | None = None
 ) -> EncodedBlock:
     """Encode a block. probabilities: label -> the teacher's probabilities [rows], for a generated source."""
-    table = derive(table, features.derived, features.null_values)
+    table = derive(table, features.derived, features.null_values, features.vectors)
     labels = {name: label_values(table[name]) for name in features.label_types}
     arrays = [pa.array(labels[name].astype(kind.to_pandas_dtype())) for name, kind in features.label_types.items()]
     negative: dict[str, int] = {}

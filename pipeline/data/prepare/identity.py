@@ -169,8 +169,9 @@ def recipe_of(config: DataConfig, base: BaseVocabulary | None = None) -> dict[st
             columns |= {f"label_{key}": value for key, value in _cells_of(label).items()}
     if not config.columns.sequence:
         del columns["sequence"]
-    if not config.columns.weighted:
-        del columns["weighted"]
+    for key in ("weighted", "vectors"):
+        if not columns[key]:
+            del columns[key]
     # as for group_column below: absent in data sets of earlier releases
     if config.columns.weight is None:
         del columns["weight"]

@@ -1,8 +1,9 @@
-"""Compute the columns that data.transforms declares. prepare and serve use the same code."""
+"""Compute the columns that data.transforms and data.columns.vectors declare. prepare and serve use the same code."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import pyarrow as pa
@@ -10,16 +11,23 @@ import pyarrow.compute as pc
 
 from pipeline.config.transforms import LIST, NUMBER, TEXT, TransformConfig
 from pipeline.data.raw.value_types import to_text
+from pipeline.data.raw.vectors import expand_vectors
 
 TYPES = {NUMBER: pa.float64(), TEXT: pa.string(), LIST: pa.list_(pa.string())}
 
 
-def derive(table: pa.Table, transforms: Mapping[str, TransformConfig], null_values: Sequence[str] = ()) -> pa.Table:
-    """Return the table with a column for each transform. `table` has the columns that parse_block
-    returns.
+def derive(
+    table: pa.Table,
+    transforms: Mapping[str, TransformConfig],
+    null_values: Sequence[str] = (),
+    vectors: Mapping[str, int] = MappingProxyType({}),
+) -> pa.Table:
+    """Return the table with a column for each transform, and with the dense features of vectors in
+    place of their columns. `table` has the columns that parse_block returns.
 
     Raises pa.ArrowInvalid if a column's type does not fit its transform.
     """
+    table = expand_vectors(table, vectors)
     for column, transform in transforms.items():
         inputs = [_read(table[name], kind, null_values) for name, kind in transform.inputs.items()]
         made = transform.apply(inputs)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pipeline.config.columns import ColumnsConfig
 from pipeline.config.data import DataConfig
 from pipeline.config.registry import find
-from pipeline.config.transforms import LIST, NUMBER, TEXT, TIME, TransformConfig, make_transforms, raw_inputs
+from pipeline.config.transforms import LIST, NUMBER, TEXT, TIME, VECTOR, TransformConfig, make_transforms, raw_inputs
 from pipeline.data.raw.blocks import Block, ParsedRows, RowReader, Source
 from pipeline.runtime.errors import DataError, did_you_mean
 
@@ -59,7 +59,8 @@ class Layout:
         texts = {name for name, label in columns.all_labels.items() if label.values}
         found = {columns.timestamp: TIME} if columns.timestamp else {}  # a category too: its text must be a time
         found |= {name: TEXT if name in texts else NUMBER for name in self.numbers}
-        return found | dict.fromkeys(columns.sparse, TEXT) | dict.fromkeys(columns.lists, LIST)
+        found |= dict.fromkeys(columns.sparse, TEXT) | dict.fromkeys(columns.lists, LIST)
+        return found | dict.fromkeys(columns.vectors, VECTOR)
 
     @property
     def weights(self) -> list[str]:
@@ -81,7 +82,7 @@ class Layout:
     def needed(self) -> list[str]:
         columns = self.columns
         times = [columns.timestamp] if columns.timestamp else []
-        names = [*self.numbers, *columns.sparse, *columns.lists]
+        names = [*self.numbers, *columns.sparse, *columns.raw_lists]
         names += [name for name in times if name not in columns.sparse]
         return [*names, *(name for name in self.carried if name not in names)]
 
@@ -126,7 +127,7 @@ class Format:
     def fits(self, columns: ColumnsConfig) -> bool:
         """Return True if files of this format can have these features."""
         fixed = self.columns
-        return fixed is None or (columns.dense, columns.sparse, columns.lists) == (fixed.dense, fixed.sparse, [])
+        return fixed is None or (columns.dense, columns.sparse, columns.raw_lists) == (fixed.dense, fixed.sparse, [])
 
     def unlabelled_header(self, source: Source, columns: ColumnsConfig) -> tuple[str, ...] | None:
         """Return the header of rows to score if the file does not contain it, otherwise None.
@@ -181,7 +182,7 @@ def source_columns(config: DataConfig) -> ColumnsConfig:
 
 def with_inputs(columns: ColumnsConfig, transforms: Mapping[str, TransformConfig]) -> ColumnsConfig:
     """Return the columns of the source that are read: features, and further columns that transforms read."""
-    known = {*columns.dense, *columns.sparse, *columns.lists}
+    known = {*columns.dense, *columns.sparse, *columns.raw_lists}
     more = {name: kind for name, kind in raw_inputs(transforms).items() if name not in known}
     numbers = [name for name, kind in more.items() if kind == NUMBER]
     return replace(
@@ -192,11 +193,13 @@ def with_inputs(columns: ColumnsConfig, transforms: Mapping[str, TransformConfig
 
 
 def with_outputs(columns: ColumnsConfig, transforms: Mapping[str, TransformConfig]) -> ColumnsConfig:
-    """Return the columns that become features: columns of the source, then the outputs of transforms."""
+    """Return the columns that become features: columns of the source, numbers of vectors, then
+    the outputs of transforms."""
     made = {kind: [name for name, each in transforms.items() if each.output == kind] for kind in (NUMBER, TEXT, LIST)}
     return replace(
         columns,
-        dense=[*columns.dense, *made[NUMBER]],
+        dense=[*columns.dense, *columns.vector_features, *made[NUMBER]],
+        vectors={},
         sparse=[*columns.sparse, *made[TEXT]],
         multi_hot=[*columns.multi_hot, *made[LIST]],
     )
@@ -210,10 +213,11 @@ def layout_of(config: DataConfig) -> Layout:
     layout = layout.written(config.delimiter, config.encoding, config.quotes)
     if config.header:
         layout = replace(layout, header=tuple(config.header))
-    twice = sorted({name for name in layout.needed if layout.needed.count(name) > 1})
+    names = [*layout.needed, *columns.vector_features]
+    twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise DataError(f"data.columns gives {', '.join(map(repr, twice))} two roles: name each column once")
-    if not columns.sparse and not columns.lists and not columns.dense:
+    if not columns.sparse and not columns.raw_lists and not columns.dense:
         raise DataError("data.columns names no feature: list some under data.columns.sparse, multi_hot or dense")
     return layout
 
@@ -225,7 +229,7 @@ def with_group(layout: Layout, group_column: str | None) -> Layout:
     """
     if group_column is None:
         return layout
-    if group_column in layout.columns.lists:
+    if group_column in layout.columns.raw_lists:
         raise DataError(f"data.group_column={group_column!r} holds lists: name a column with one value a row")
     return replace(layout, carried=(*layout.carried, group_column))
 

@@ -6,6 +6,7 @@ parse_table() finds the wrong values of each column.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.config.transforms import LIST, NUMBER
+from pipeline.config.transforms import LIST, NUMBER, TEXT, VECTOR
 from pipeline.data.raw.blocks import Block, ParsedRows, QuarantinedRow, RowReader, Source
 from pipeline.data.raw.json_lists import JSON, json_lists, parse_list
 from pipeline.data.raw.label_cells import is_text, with_labels
@@ -24,6 +25,7 @@ from pipeline.data.raw.parse_cells import parse_times
 from pipeline.data.raw.partitions import with_partitions
 from pipeline.data.raw.row_rules import invalid_rows, wanted_number, with_numbers
 from pipeline.data.raw.value_types import VIEWS, is_list, plain, value_to_text, why_not_read
+from pipeline.data.raw.vectors import with_vectors
 from pipeline.runtime.errors import DataError
 
 MAX_TEXT_CHARACTERS = 500
@@ -115,13 +117,14 @@ def _typed(layout: Layout, table: pa.Table) -> tuple[pa.Table, dict[int, str]]:
             table = table.append_column(layout.time_column, times)
         else:
             table = table.set_column(place, columns.timestamp, times)
-    for name in columns.lists if columns.list_separator == JSON else ():
+    for name in columns.raw_lists if columns.list_separator == JSON else ():
         if not is_list(table.schema.field(name).type):
             lists, rows = json_lists(table[name])
             found.append(dict.fromkeys(rows, f"{name} is not a JSON list"))
             table = table.set_column(table.schema.get_field_index(name), name, lists)
-    table, reasons = with_labels(layout, table)
-    found.append(reasons)
+    for read in (with_labels, with_vectors):
+        table, reasons = read(layout, table)
+        found.append(reasons)
     return table, {row: reason for each in reversed(found) for row, reason in each.items()}
 
 
@@ -186,17 +189,18 @@ def parse_objects(layout: Layout, block: Block, read: Callable[[bytes], Any]) ->
 
 
 def _object_schema(layout: Layout) -> pa.Schema:
-    lists = layout.columns.lists
-    return pa.schema([(name, pa.list_(pa.string()) if name in lists else pa.string()) for name in layout.needed])
+    kinds = dict.fromkeys(layout.columns.lists, pa.list_(pa.string()))
+    kinds |= dict.fromkeys(layout.columns.vectors, pa.list_(pa.float64()))
+    return pa.schema([(name, kinds.get(name, pa.string())) for name in layout.needed])
 
 
 def _typed_object(layout: Layout, schema: pa.Schema, row: Any) -> dict[str, Any]:
     """Return the values of a row as text. Raises ValueError if a value has another type than its column."""
-    values = {}
+    values, roles = {}, layout.roles
     for name in schema.names:
         value = row.get(name)
         if value is not None:
-            value = _listed(layout, name, value) if name in layout.columns.lists else _spelled(layout, name, value)
+            value = READ_AS.get(roles.get(name, TEXT), _spelled)(layout, name, value)
         values[name] = value
     return values
 
@@ -223,6 +227,18 @@ def _listed(layout: Layout, name: str, value: Any) -> list[str]:
     if not isinstance(value, list):
         raise ValueError(f"{name} is {str(value)[:80]!r}, not a list, nor text joined by {separator!r}")
     return [_spelled(layout, name, each) or "" for each in value]  # empty text is a missing value
+
+
+def _vector(layout: Layout, name: str, value: Any) -> list[float]:
+    """Return the numbers of a list or of a text, NaN for null. Raises ValueError for any other value."""
+    values = value if isinstance(value, list) else _listed(layout, name, value)
+    try:
+        return [math.nan if each is None else float(each) for each in values]
+    except (ValueError, TypeError, OverflowError):
+        raise ValueError(f"{name} is {repr(value)[:80]}, not a list of finite 32-bit numbers") from None
+
+
+READ_AS = {LIST: _listed, VECTOR: _vector}  # values of an object
 
 
 def _shown(value: pa.Scalar) -> str:

@@ -31,7 +31,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.config.transforms import LIST, NUMBER, TIME  # what a column is read as
+from pipeline.config.transforms import LIST, NUMBER, TIME, VECTOR  # what a column is read as
 from pipeline.config.transforms import TEXT as CATEGORY
 
 TEXT, WHOLE, FRACTIONS, DECIMALS, TRUTHS = "text", "whole numbers", "fractions", "decimals", "true and false"
@@ -41,6 +41,7 @@ READ = {
     NUMBER: {TEXT, WHOLE, FRACTIONS, DECIMALS, TRUTHS, NOTHING},
     TIME: {TEXT, WHOLE, FRACTIONS, DECIMALS, DATES, TIMES, ZONED, NOTHING},
 }
+READ[VECTOR] = READ[NUMBER]
 # Kinds in which one value has one spelling, so that they may be mixed in the files of one column.
 ALIKE = {
     TEXT: {TEXT, WHOLE, TRUTHS},
@@ -88,14 +89,16 @@ def kind_of(kind: pa.DataType) -> str:
 def why_not_read(kind: pa.DataType, role: str) -> str:
     """Return "" if a column of this type can be read as `role`, otherwise a text that says what to use instead."""
     found, listed = kind_of(kind), is_list(kind)
-    if found in READ[CATEGORY if role == LIST else role] and listed == (role == LIST):
+    if found in READ[CATEGORY if role == LIST else role] and listed == (role in (LIST, VECTOR)):
         return ""
-    if role == LIST and found in (TEXT, NOTHING) and not listed:
+    if role in (LIST, VECTOR) and found in (TEXT, NOTHING) and not listed:
         return ""  # joined by data.columns.list_separator, or missing in all rows
     if pa.types.is_fixed_size_binary(kind):
         return "write the bytes as text, such as hexadecimal digits or a UUID"
     if pa.types.is_duration(kind):
         return "a span of time: write it as a number" + (" and name a column of times" if role == TIME else "")
+    if role == VECTOR:
+        return "data.columns.vectors are lists of numbers, or text joined by data.columns.list_separator"
     if role == LIST and found and not listed:
         return (
             "one value a row: name it under data.columns.sparse, not multi_hot (lists, or text joined by "

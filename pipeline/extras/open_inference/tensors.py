@@ -56,6 +56,7 @@ def described(columns: ColumnsConfig) -> list[dict[str, Any]]:
     """Return the protocol's description of the columns."""
     kinds = [*((name, "FP64", [-1]) for name in columns.dense), *((name, TEXT, [-1]) for name in columns.sparse)]
     kinds += [(name, TEXT, [-1, -1]) for name in columns.lists]
+    kinds += [(name, "FP64", [-1, width]) for name, width in columns.vectors.items()]
     return [{"name": name, "datatype": datatype, "shape": shape} for name, datatype, shape in kinds]
 
 
@@ -97,7 +98,8 @@ def read_tensors(body: bytes, reader: RequestReader) -> tuple[Inference, ColumnL
 def _column(tensor: Tensor, reader: RequestReader) -> Sequence[Any]:
     """Return the values of a column, a list for each row of a list. Raises BadRequest."""
     name, columns = tensor.name, reader.columns
-    datatypes = NUMBERS if name in columns.dense else (TEXT, "BOOL", *(each for each in NUMBERS if "INT" in each))
+    are_numbers = name in columns.dense or name in columns.vectors
+    datatypes = NUMBERS if are_numbers else (TEXT, "BOOL", *(each for each in NUMBERS if "INT" in each))
     if tensor.datatype not in datatypes:
         raise BadRequest(422, f"{name!r} has the datatype {tensor.datatype!r}, and {', '.join(datatypes)} are read")
     if "binary_data_size" in tensor.parameters:
@@ -108,10 +110,12 @@ def _column(tensor: Tensor, reader: RequestReader) -> Sequence[Any]:
     if wrong:
         found = str(values[wrong[0]])[:50]
         raise BadRequest(422, f"{name!r} has {found!r} at {wrong[0]}, which is not {tensor.datatype}")
-    if name not in columns.lists:
+    if are_numbers:
+        values = [None if value is None else _number(value) for value in values]
+    if name not in columns.raw_lists:
         if shape[1:] not in ([], [1]):
             raise BadRequest(422, f"{name!r} has the shape {shape}: it has one value in each row")
-        return [None if value is None else _number(value) for value in values] if name in columns.dense else values
+        return values
     if len(shape) == 1:
         if tensor.datatype != TEXT:
             raise BadRequest(422, f"{name!r} has the shape {shape}, and is a list: send [rows, length]")

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
+from pipeline.config.columns import vector_features
 from pipeline.config.data import DataConfig
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.tables import TableConfig
@@ -48,6 +49,7 @@ def data_without(data: DataConfig, dropped: Collection[str], path: str) -> DataC
             sparse=kept(columns.sparse),
             multi_hot=kept(columns.multi_hot),
             weighted=kept(columns.weighted),
+            vectors={name: width for name, width in columns.vectors.items() if kept(vector_features(name, width))},
             sequence=_without(columns.sequence, dropped),
         ),
         feature_ids=_without(data.feature_ids, dropped),

@@ -143,7 +143,7 @@ class Manifest:
 
     @property
     def columns(self) -> dict[str, str]:
-        """Return raw column -> dense, sparse or multi_hot, without labels."""
+        """Return raw column -> dense, sparse, multi_hot or vector, without labels."""
         return self.schema.columns
 
     @property
@@ -165,7 +165,7 @@ class Manifest:
                     del feature[key]
             if not feature["weighted"]:
                 del feature["weighted"]
-        for key in ("dense_columns", "null_values", "transforms"):
+        for key in ("dense_columns", "null_values", "transforms", "vectors"):
             if not values["schema"][key]:
                 del values["schema"][key]
         return values

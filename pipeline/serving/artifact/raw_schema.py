@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.config.columns import KEEPS, MAX_LENGTH, ColumnsConfig
+from pipeline.config.columns import KEEPS, MAX_LENGTH, MAX_VECTOR, ColumnsConfig, vector_features
 from pipeline.config.data import DENSE_TRANSFORMS
 from pipeline.config.transforms import LIST, NUMBER, TEXT, TransformConfig, make_transform, raw_inputs, restore
 from pipeline.data.dataset import Dataset, SequenceFeature, SparseFeature, vocabulary_of
@@ -20,7 +20,7 @@ from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.storage import storage
 
 ROW_ZERO = "row_zero_share"  # of a feature's lookups, in Manifest.lookups
-DENSE, SPARSE, MULTI_HOT = "dense", "sparse", "multi_hot"
+DENSE, SPARSE, MULTI_HOT, VECTOR = "dense", "sparse", "multi_hot", "vector"
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,20 @@ class RawSchema:
     transforms: list[dict[str, Any]] = field(
         default_factory=list
     )  # of columns that are made, as config.transforms says
+    vectors: dict[str, int] = field(default_factory=dict)  # columns whose numbers are in `dense`: their width
 
     @property
     def columns(self) -> dict[str, str]:
-        """Return raw column -> dense, sparse or multi_hot. A number that is put into a bucket is a dense column."""
-        if not self.transforms:
+        """Return raw column -> dense, sparse, multi_hot or vector. A number that is put into a bucket is a dense column."""
+        if not self.transforms and not self.vectors:
             return self.model_columns
         made = self.derived
-        kinds = {name: kind for name, kind in self.model_columns.items() if name not in made}
+        of_vectors = {each for name, width in self.vectors.items() for each in vector_features(name, width)}
+        kinds = {name: kind for name, kind in self.model_columns.items() if name not in made and name not in of_vectors}
         for name, kind in raw_inputs(made).items():
             kinds.setdefault(name, DENSE if kind == NUMBER else SPARSE)
-        return dict(sorted(kinds.items(), key=lambda item: (DENSE, SPARSE, MULTI_HOT).index(item[1])))
+        kinds |= dict.fromkeys(self.vectors, VECTOR)
+        return dict(sorted(kinds.items(), key=lambda item: (DENSE, SPARSE, MULTI_HOT, VECTOR).index(item[1])))
 
     @property
     def model_columns(self) -> dict[str, str]:
@@ -91,7 +94,10 @@ class RawSchema:
             if each["column"] in wanted:
                 wanted |= set(make_transform(each["column"], {"kind": each["kind"], **each["settings"]}).inputs)
                 kept.insert(0, each)
-        return replace(self, features=features, dense=dense, dense_columns=dense_columns, transforms=kept)
+        vectors = {name: width for name, width in self.vectors.items() if wanted & {*vector_features(name, width)}}
+        return replace(
+            self, features=features, dense=dense, dense_columns=dense_columns, transforms=kept, vectors=vectors
+        )
 
     @property
     def in_buckets(self) -> dict[str, list[float]]:
@@ -133,6 +139,7 @@ def schema_of(
         dataset.dense_columns,
         list(columns.null_values),
         list(dataset.transforms),
+        dict(columns.vectors),
     )
     return schema.of_features(keys)
 
@@ -216,6 +223,8 @@ def schema_problem(schema: RawSchema, lookups: Mapping[str, Mapping[str, Any]]) 
         return f"its transforms are none of this release or of a plugin that is here: {error}"
     if wrong := [name for name, each in made.items() if name in kinds and kinds[name] != KINDS[each.output]]:
         return f"column {wrong[0]!r} is made as another kind than it is read as"
+    if not all(_is_whole(width, 1, MAX_VECTOR) for width in schema.vectors.values()):
+        return f"vectors have the widths {schema.vectors}"
     for name, curve in lookups.items():
         if not _are_lookups(curve):
             return f"the lookups of {name!r} are no curve"

@@ -100,6 +100,11 @@ def _body(scorer: Scorer, limits: LimitsConfig) -> dict[str, Any]:
     kinds |= dict.fromkeys(columns.sparse, category)
     several = {**_listed(category), "maxItems": limits.values_per_cell}
     kinds |= {name: {"anyOf": [several, {"type": "null"}]} for name in columns.lists}
+    number = {"type": "number"}
+    kinds |= {
+        name: {"anyOf": [{**_listed(number), "minItems": width, "maxItems": width}, {"type": "null"}]}
+        for name, width in columns.vectors.items()
+    }
     for name in columns.weighted:
         kinds[name]["description"] = "id:weight, split at the last colon; an id without a weight counts 1"
     row = {"type": "object", "properties": kinds, "additionalProperties": False}
@@ -133,6 +138,7 @@ def docs_page(scorer: Scorer, limits: LimitsConfig, address: str) -> str:
         *((name, "number") for name in columns.dense),
         *((name, "text, a number, true or false") for name in columns.sparse),
         *listed.items(),
+        *((name, f"list of {width} numbers") for name, width in columns.vectors.items()),
     ]
     return render(
         "serving/http/docs.html", page["info"]["title"], css=STYLE, version=scorer.version, limits=limits,

@@ -21,7 +21,7 @@ from msgspec import UNSET, UnsetType
 
 from pipeline.config.columns import ColumnsConfig
 from pipeline.config.serving import LimitsConfig
-from pipeline.config.transforms import LIST, NUMBER
+from pipeline.config.transforms import LIST, NUMBER, VECTOR
 from pipeline.config.transforms import TEXT as CATEGORY
 from pipeline.data.raw.value_types import TEXT, VIEWS, is_list, kind_of, plain, spelled, value_to_text, why_not_read
 from pipeline.runtime.errors import did_you_mean
@@ -300,7 +300,7 @@ class RequestReader:
             )
 
     def _check_lengths(self, table: pa.Table) -> None:
-        for name in [name for name in self.columns.lists if name in table.schema.names]:
+        for name in [name for name in self.columns.raw_lists if name in table.schema.names]:
             most = pa.compute.max(pa.compute.list_value_length(table[name])).as_py() or 0
             if most > self.limits.values_per_cell:
                 raise BadRequest(
@@ -324,6 +324,8 @@ def _body_type(
     listed = Annotated[list[text], msgspec.Meta(max_length=limits.values_per_cell)] | None
     kinds = [*((name, float | None) for name in columns.dense), *((name, text) for name in columns.sparse)]
     kinds += [(name, listed) for name in columns.lists]
+    numbers = Annotated[list[float | None], msgspec.Meta(max_length=limits.values_per_cell)] | None
+    kinds += [(name, numbers) for name in columns.vectors]
 
     def row(more_types: Any, default: Any) -> Any:
         return msgspec.defstruct(
@@ -349,7 +351,7 @@ def _reader_of(kind: pa.DataType) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """Return the type of a column's values. Categories may be numbers or bools, which are spelled as prepare does."""
     if pa.types.is_string(kind):
         return lambda column: [value if type(value) is str else value_to_text(value) for value in column]
-    if pa.types.is_list(kind):
+    if pa.types.is_list(kind) and pa.types.is_string(kind.value_type):
         return lambda column: [
             None if value is None else [value_to_text(item) or "" for item in value] for value in column
         ]
@@ -362,12 +364,15 @@ def _check_type(name: str, kind: pa.DataType, wanted: pa.DataType) -> None:
 
     Views and runs represent more bytes than they have. Text is not accepted as a number.
     """
-    role = LIST if is_list(wanted) else CATEGORY if pa.types.is_string(wanted) else NUMBER
+    role = CATEGORY if pa.types.is_string(wanted) else NUMBER
+    if is_list(wanted):
+        role = LIST if pa.types.is_string(wanted.value_type) else VECTOR
     expands = kind.id in VIEWS or (is_list(kind) and kind.value_type.id in VIEWS)
-    is_text = kind_of(kind) == TEXT and (role == NUMBER or (role == LIST and not is_list(kind)))
+    is_text = kind_of(kind) == TEXT and (role in (NUMBER, VECTOR) or (role == LIST and not is_list(kind)))
     if expands or is_text or why_not_read(kind, role):
         wanted_types = {
             LIST: "lists of text or of numbers",
+            VECTOR: "lists of numbers",
             CATEGORY: "text, numbers, dates, times, or true and false",
             NUMBER: "numbers",
         }
@@ -379,7 +384,8 @@ def _read_as(table: pa.Table, wanted: pa.Schema) -> pa.Table:
     columns = []
     for column, field in zip(table.columns, wanted, strict=True):
         if field.type != column.type:
-            if is_list(field.type) or pa.types.is_string(field.type):
+            is_vector = is_list(field.type) and not pa.types.is_string(field.type.value_type)
+            if (is_list(field.type) or pa.types.is_string(field.type)) and not is_vector:
                 column = spelled(column, LIST if is_list(field.type) else CATEGORY)
             else:  # a large whole number is no float64
                 column = plain(column)

@@ -78,7 +78,7 @@ class RowEncoder:
             label="", dense=raw[DENSE], sparse=raw[SPARSE],
             multi_hot=[name for name in raw[MULTI_HOT] if name not in self._sequences],
             sequence={name: _unresolved(each) for name, each in self._sequences.items()}, list_separator=schema.list_separator, null_values=list(schema.null_values),
-            weighted=[feature.name for feature in schema.features if feature.weighted],
+            weighted=[feature.name for feature in schema.features if feature.weighted], vectors=schema.vectors,
         )  # fmt: skip
         self.layout = Layout(columns, "parquet")
         self._features = Features(
@@ -93,7 +93,9 @@ class RowEncoder:
         self._names = [*schema.dense, *self._in_buckets, *one_hot, *multi_hot]  # of ColumnLists
         self._positions = [self._names.index(feature.name, len(schema.dense)) for feature in schema.features]
         self._has_bags = any(feature.multi_hot or feature.bag_size > 1 for feature in schema.features)
-        self._raw_names = [*raw[DENSE], *raw[SPARSE], *self.layout.columns.lists]  # as schema_of(self.layout.columns)
+        self._is_made = bool(schema.transforms or schema.vectors)  # features are computed from raw columns
+        # in the order of schema_of(self.layout.columns)
+        self._raw_names = [*raw[DENSE], *raw[SPARSE], *self.layout.columns.raw_lists]
         self._num_raw_numbers = len(raw[DENSE])
         own = raw[SPARSE]
         self._columns_of_features = [own.index(each.name) for each in schema.features if each.name in own]
@@ -133,7 +135,7 @@ class RowEncoder:
         if rows.num_rows >= MIN_ROWS and (encoded := self._encode_whole(rows)) is not None:
             return encoded
         few = rows if isinstance(rows, ColumnLists) else self._few(rows)
-        if few is not None and self._derived:
+        if few is not None and self._is_made:
             few = self._derive_few(few)
         encoded = None if few is None else self._encode_few(few)
         if encoded is not None:
@@ -143,7 +145,7 @@ class RowEncoder:
     def _encode_whole(self, rows: Rows) -> EncodedRows | None:
         """Encode each feature as a complete column. Return None if a column cannot be read so, or a row is bad."""
         names, num_dense = self._raw_names, len(self.schema.dense)
-        if not self._ids.reads_columns or self._derived:
+        if not self._ids.reads_columns or self._is_made:
             return None
         if isinstance(rows, ColumnLists):
             columns = [pa.array(column, pa.string()) for column in rows.columns[num_dense:]]
@@ -187,7 +189,7 @@ class RowEncoder:
                 return None
             self._simple = rows.schema
         try:
-            schema = pa.schema([rows.schema.field(name) for name in self._raw_names]) if self._derived else rows.schema
+            schema = pa.schema([rows.schema.field(name) for name in self._raw_names]) if self._is_made else rows.schema
             return ColumnLists(schema, [rows[name].to_pylist() for name in self._raw_names], rows.num_rows)
         except UnicodeDecodeError:
             return None
@@ -198,10 +200,12 @@ class RowEncoder:
             return False
         kinds = [schema.field(name).type for name in names]
         lists = [kind for name, kind in zip(names, kinds, strict=True) if name in self.layout.columns.lists]
+        vectors = [schema.field(name).type for name in self.schema.vectors]
         return (
             all(pa.types.is_floating(kind) or pa.types.is_integer(kind) for kind in kinds[:num_dense])
-            and all(_is_text(kind) for kind in kinds[num_dense : len(names) - len(lists)])
+            and all(_is_text(kind) for kind in kinds[num_dense : len(names) - len(lists) - len(vectors)])
             and all(pa.types.is_list(kind) and _is_text(kind.value_type) for kind in lists)
+            and all(pa.types.is_list(kind) and pa.types.is_floating(kind.value_type) for kind in vectors)
         )
 
     def _derive_few(self, rows: ColumnLists) -> ColumnLists | None:
@@ -210,7 +214,8 @@ class RowEncoder:
         if (np.abs(numbers) > LARGEST_FLOAT32).any():
             return None
         try:
-            table = derive(rows.to_table(), self._derived, self.schema.null_values).select(self._names)
+            table = derive(rows.to_table(), self._derived, self.schema.null_values, self.schema.vectors)
+            table = table.select(self._names)
             return ColumnLists(table.schema, [column.to_pylist() for column in table.columns], rows.num_rows)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError, UnicodeDecodeError):
             return None
@@ -282,7 +287,7 @@ class RowEncoder:
         table = self._needed(rows)
         try:
             parsed = parse_block(self.layout, tuple(table.column_names), Block(1, 0, table.num_rows, table=table))
-            values = derive(parsed.table, self._derived, self.schema.null_values)
+            values = derive(parsed.table, self._derived, self.schema.null_values, self.schema.vectors)
             dense = np.empty((len(parsed.kept), len(self.schema.dense)), np.float32)
             for position, name in enumerate(self.schema.dense):
                 dense[:, position] = dense_values(values[name], self._transforms[position])

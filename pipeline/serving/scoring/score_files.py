@@ -325,7 +325,7 @@ def _score_block(
 ) -> tuple[pa.Table, list[dict[str, Any]], dict[str, list[int]]]:
     """Return one output row for each row of the block, the rows without a score, and row_zero."""
     columns_read = opened.layout.columns
-    features = parsed.table.select([*columns_read.dense, *columns_read.sparse, *columns_read.lists])
+    features = parsed.table.select([*columns_read.dense, *columns_read.sparse, *columns_read.raw_lists])
     output = output_of(scorer)
     scores = output.empty(block.num_rows)
     bad = {row.line: {"line": row.line, "reason": row.reason, "text": row.text} for row in parsed.quarantined}

@@ -254,4 +254,5 @@ def schema_of(columns: ColumnsConfig) -> pa.Schema:
     fields = [pa.field(name, pa.float64()) for name in columns.dense]
     fields += [pa.field(name, pa.string()) for name in columns.sparse]
     fields += [pa.field(name, pa.list_(pa.string())) for name in columns.lists]
+    fields += [pa.field(name, pa.list_(pa.float64())) for name in columns.vectors]
     return pa.schema(fields)
