@@ -67,6 +67,10 @@ MODELS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         ["model.first_layer_sizes=[64,64,64]", "model.second_layer_sizes=[64,64,64]", "model.dropout=0",
          "model.feature_gates=false"],  # with batch norm on both sides
     ),
+    "WuKong": (
+        {"fmb_mlp_units": HIDDEN, "mlp_hidden_units": HIDDEN}, "wukong",
+        ["model.fm_layer_sizes=[64,64,64]", "model.hidden_layer_sizes=[64,64,64]", "model.dropout=0"],
+    ),  # with batch norm in the last MLP on both sides
     "DIN": (
         {"dnn_hidden_units": HIDDEN, "attention_hidden_units": [16], "din_use_softmax": True}, "din",
         [*SIZES, "model.activation=relu", "model.attention_layer_sizes=[16]", "model.attention_activation=dice",
@@ -75,7 +79,7 @@ MODELS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "MLP": ({}, "shared_bottom", ["model.hidden_layer_sizes=[64,64]", "model.tower_layer_sizes=[64]", *PLAIN]),
 }  # fmt: skip
 NO_L2 = ("LR", "FM")
-DEEP = ("DeepFM", "DCNv2", "GDCN", "GDCNP", "DLRM", "AutoInt", "xDeepFM", "MaskNet", "FinalMLP", "FinalNet")
+DEEP = ("DeepFM", "DCNv2", "GDCN", "GDCNP", "DLRM", "AutoInt", "xDeepFM", "MaskNet", "FinalMLP", "FinalNet", "WuKong")
 READS_POSITIONS = ("DIN",)  # of a data set's histories; the other models take the mean of a history's vectors
 OURS_ALONE = ("MLP",)  # DIN's layers over the mean of a history, which FuxiCTR's model_zoo does not have by itself
 SPEC: dict[str, Any] = {

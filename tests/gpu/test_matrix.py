@@ -24,7 +24,7 @@ KERNELS = ["fused", "fused_uvm", "fused_uvm_caching"]
 LAYOUTS = [("data_parallel", "dense"), *((KINDS[i % 5], KERNELS[i % 3]) for i in range(15))]
 
 CLICKS = ["dlrm", "dlrm_dcn", "dcn", "dcnv2", "gdcn", "deepfm", "simple_deepfm", "xdeepfm", "autoint", "masknet", "finalmlp",
-          "finalnet", "wide_deep", "fm", "logistic_regression"]  # fmt: skip
+          "finalnet", "wukong", "wide_deep", "fm", "logistic_regression"]  # fmt: skip
 USER_ITEM = ["user_item_mf", "user_item_ncf", "user_item_two_tower"]
 LABELS = ["conversions_shared_bottom", "conversions_mmoe", "conversions_ple", "conversions_esmm"]
 SEQUENCES = ["histories_din", "histories_bst", "histories_hstu"]

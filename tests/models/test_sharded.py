@@ -21,6 +21,7 @@ from pipeline.embeddings.tables import resolve_tables
 from pipeline.extras.models.finalnet import FinalNetConfig
 from pipeline.extras.models.gdcn import GDCNConfig
 from pipeline.extras.models.user_item import MatrixFactorizationConfig, NCFConfig, TwoTowerConfig
+from pipeline.extras.models.wukong import WukongConfig
 from pipeline.extras.models.xdeepfm import XDeepFMConfig
 from pipeline.models.build import build_model
 from pipeline.models.dcn import DCNConfig, DCNv2Config
@@ -60,6 +61,10 @@ CONFIGS: list[ModelConfig] = [
     DCNv2Config(hidden_layer_sizes=[16], cross="mixture", low_rank=4, num_experts=2, dropout=0.0),
     GDCNConfig(hidden_layer_sizes=[16], dropout=0.0),
     FinalNetConfig(first_layer_sizes=[16], second_layer_sizes=[8], dropout=0.0),
+    WukongConfig(
+        num_layers=2, num_fm_vectors=4, num_linear_vectors=4, rank=4, fm_layer_sizes=[16], hidden_layer_sizes=[16],
+        dropout=0.0, activation="gelu",  # a unit of relu that bf16 moves across 0 changes the steps after it
+    ),
 ]  # fmt: skip
 NUM_STEPS, GLOBAL_BATCH = 4, 32
 

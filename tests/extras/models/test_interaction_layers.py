@@ -1,4 +1,4 @@
-"""Attention, gated crosses, factorized layers, masks, gates and fusion give the numbers of their papers' formulas, feature by feature and head by head."""
+"""Attention, gated crosses, factorized layers, factorization blocks, masks, gates and fusion give the numbers of their papers' formulas, feature by feature and head by head."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from pipeline.extras.models.layers.gated_cross import GatedCross
 from pipeline.extras.models.layers.masks import FeatureNorm, MaskBlock
 from pipeline.extras.models.layers.streams import BilinearFusion, FeatureGate
 from pipeline.extras.models.tasks.distilled_streams import DistilledStreamsTask
+from pipeline.extras.models.wukong import WukongConfig
 from pipeline.models.layers.cross import CrossNetwork
 from pipeline.models.layers.features import FeatureInputs
 from pipeline.runtime.errors import ConfigError
+from tests.models.every_model import build, small
 from tests.support.clicks import labelled
 from tests.support.messages import names
 
@@ -182,6 +184,44 @@ def test_finalnet_refuses_halves_of_odd_layers_and_has_the_log_loss_with_one_blo
         FinalNetConfig(first_layer_sizes=[7])
     assert FinalNetConfig(first_layer_sizes=[7], second_layer_sizes=[], combine="sum").task == "click"
     assert FinalNetConfig(distillation=0).task == "click" and FinalNetConfig().task == "distilled_streams"
+
+
+def _normalized_array(values: np.ndarray) -> np.ndarray:
+    return (values - values.mean()) / np.sqrt(values.var() + 1e-5)
+
+
+def test_wukong_stacks_the_papers_factorization_machines_and_linear_sums() -> None:
+    torch.manual_seed(0)
+    config = WukongConfig(
+        num_layers=2, num_fm_vectors=3, num_linear_vectors=2, rank=2, fm_layer_sizes=[7], hidden_layer_sizes=[],
+        batch_norm=False, dropout=0,
+    )  # fmt: skip
+    arch = config.build_over_arch(FeatureInputs(F, 0, D, dense_as_vectors=True), [], D)
+    for name, weight in arch.named_parameters():
+        if "norm" not in name:
+            nn.init.normal_(weight)
+    rows = torch.randn(B, F, D)
+    weights = {name: _array(weight) for name, weight in arch.named_parameters()}
+    for sample, found in zip(_array(rows), _array(arch(torch.empty(B, 0), rows)), strict=True):
+        vectors = sample  # [number of vectors, D]
+        for layer in ("layers.0", "layers.1"):
+            units = _normalized_array((vectors @ vectors.T @ weights[f"{layer}.block.projection"].T).flatten())
+            for linear in ("_mlp.0._linear", "last"):
+                units = (
+                    weights[f"{layer}.block.mlp.{linear}.weight"] @ units + weights[f"{layer}.block.mlp.{linear}.bias"]
+                )
+                units = units if linear == "last" else np.maximum(units, 0)
+            outputs = np.concatenate([units.reshape(3, D), weights[f"{layer}.linear.weight"] @ vectors])
+            residual = weights.get(f"{layer}.residual.weight", np.eye(len(vectors)))
+            vectors = np.stack([_normalized_array(vector) for vector in outputs + residual @ vectors])
+        assert len(vectors) == 5 and "layers.1.residual.weight" not in weights
+        logit = weights["over.last.weight"] @ vectors.flatten() + weights["over.last.bias"]
+        np.testing.assert_allclose(found, logit, rtol=1e-4, atol=1e-4)
+
+
+def test_wukong_refuses_dense_values() -> None:
+    with pytest.raises(ConfigError, match=names("model.dense_features=values 3 dense")):
+        build(small("wukong", dense_features="values"))
 
 
 def test_dense_features_are_vectors_times_their_values_or_values() -> None:
