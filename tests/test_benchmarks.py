@@ -80,11 +80,12 @@ def test_quality_compares_means_over_seeds_and_counts_the_deep_models() -> None:
         for model, auc in models.items()
         for seed in (0, 2)
     ]
-    text = quality.report([*results, result("ours", "LR", 0, 0.6)])
-    assert "| FM | 0.7100 (0.0100, 2) | 0.7200 (0.0100, 2) | +0.0100 |" in text
-    assert text.rstrip().endswith("mean difference of the 1 deep models: +0.0300")
-    assert "| 1.50 |" in text
-    assert "| LR |" not in text  # one side alone is no comparison
+    found = quality.figures([*results, result("ours", "LR", 0, 0.6)])
+    assert [figure["model"] for figure in found] == ["FM", "DLRM"], "one side alone is no comparison"
+    assert found[0]["AUC_FuxiCTR"] == "0.7100 (0.0141)" and found[0]["AUC_here"] == "0.7200 (0.0141)"
+    assert (found[0]["difference"], found[0]["standard_error"]) == ("+0.0100", "0.0141")
+    assert found[0]["samples_per_CPU_second,_ratio"] == "1.50"
+    assert quality.mean_differences(found) == {"mean difference on clicks": "+0.0300 (1 deep models)"}
 
 
 def test_quality_splits_criteos_rows_once_and_discretises_its_integers(tmp_path: Path) -> None:

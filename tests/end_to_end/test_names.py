@@ -149,5 +149,7 @@ def _assert_serves(artifact: str) -> None:
             assert refused.status_code == 422 and said in refused.json()["error"], refused.text
         page = server.client.get(f"{server.url}/docs")
         properties = server.client.get(f"{server.url}/openapi.json").json()["paths"]["/score"]["post"]["requestBody"]
-        kinds = properties["content"]["application/json"]["schema"]["properties"]["rows"]["items"]["properties"]
+        kinds = properties["content"]["application/json"]["schema"]["anyOf"][0]["properties"]["rows"]["items"][
+            "properties"
+        ]
         assert page.status_code == 200 and "a&#34;b" in page.text and set(kinds) == set(names)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 
 from pipeline.config.serving import LimitsConfig
 from pipeline.serving.http.admission import Admission, Tokens
@@ -22,7 +23,7 @@ def test_an_answer_to_a_connection_that_was_closed_since_is_nobodys_error(caplog
     async def closed(message: Any) -> None:
         raise RuntimeError(f"unable to perform operation on <TCPTransport closed=True>; {HUNG_UP}")
 
-    watched = _Watched(app, app, ServerMetrics(), ["/docs"], Admission([], LimitsConfig(), Tokens([])))
+    watched = _Watched(app, app, ServerMetrics(), [Route("/docs", app)], Admission([], LimitsConfig(), Tokens([])))
     with caplog.at_level(logging.DEBUG):
         asyncio.run(watched({"type": "http", "path": "/docs", "method": "GET", "headers": []}, None, closed))
     assert not [record for record in caplog.records if record.exc_info]
@@ -38,7 +39,9 @@ def test_a_request_that_outlasts_the_drain_is_told_so_and_not_logged(caplog: pyt
         sent.append(message)
 
     async def drain() -> None:
-        watched = _Watched(score, score, ServerMetrics(), ["/score"], Admission([], LimitsConfig(), Tokens([])))
+        watched = _Watched(
+            score, score, ServerMetrics(), [Route("/score", score)], Admission([], LimitsConfig(), Tokens([]))
+        )
         scope = {"type": "http", "path": "/score", "method": "POST", "headers": []}
         task = asyncio.create_task(watched(scope, None, note))
         await asyncio.sleep(0)
@@ -70,7 +73,7 @@ def test_a_client_that_goes_away_is_counted_and_not_logged(
     async def note(message: Any) -> None:
         sent.append(message)
 
-    watched = _Watched(app, score, metrics, ["/docs"], Admission([], LimitsConfig(), Tokens([])))
+    watched = _Watched(app, score, metrics, [Route("/docs", app)], Admission([], LimitsConfig(), Tokens([])))
     with caplog.at_level(logging.DEBUG):
         asyncio.run(watched({"type": "http", "path": "/docs", "method": "GET", "headers": []}, None, note))
     status = "200" if begun else str(CLIENT_GONE)
