@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -320,7 +321,9 @@ class DataConfig:
         self.dense_transforms = self._expand(self.dense_transforms, "data.dense_transforms", dense)
         self._learn_transforms(made)
         for key, names in (("buckets", self.buckets), ("dense_transforms", self.dense_transforms)):
-            if unknown := [name for name in names if name not in dense]:
+            if unknown := [
+                name for name in names if not any(name == each or fnmatchcase(name, each) for each in dense)
+            ]:
                 raise ConfigError(
                     f"data.{key} names {unknown[0]!r}, not a dense column{did_you_mean(unknown[0], dense)}"
                 )

@@ -187,6 +187,11 @@ class Dataset:
         return [feature.name for feature in self.sparse_features if feature.weighted]
 
     @property
+    def dense_of_source(self) -> List[str]:
+        """Return the dense columns that prepare read from the source."""
+        return list(self.recipe.get("columns", {}).get("dense", []))
+
+    @property
     def sparse_feature_names(self) -> List[str]:
         return [feature.name for feature in self.sparse_features]
 

@@ -16,6 +16,7 @@ from pipeline.config.model import used_tables
 from pipeline.config.registry import from_extra
 from pipeline.config.tables import TableConfig, expand_patterns
 from pipeline.data.dataset import Dataset
+from pipeline.data.raw.layout import with_dense_names
 from pipeline.data.targets import Target, targets_of
 from pipeline.embeddings.physical import physical_tables
 from pipeline.embeddings.table import Table
@@ -76,7 +77,8 @@ def resolve_job(
     If one of the functions is None, memory has no limit. Raises ConfigError or DataError if tables,
     compression or labels do not fit.
     """
-    job = replace(job, tables=expand_patterns(job.tables, dataset.sparse_feature_names))
+    data = with_dense_names(job.data, dataset.dense_of_source)
+    job = replace(job, data=data, tables=expand_patterns(job.tables, dataset.sparse_feature_names))
     is_split = any(_is_split(config) for config in job.tables.values())
     if is_split:
         resolve_split_tables: SplitTables = from_extra("resolve_split_tables", SPLIT_KEY)

@@ -16,8 +16,7 @@ from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.retraining import GateConfig
 from pipeline.data.dataset import Dataset
-from pipeline.data.raw.blocks import Source
-from pipeline.data.raw.layout import columns_of, find_format, layout_of, source_columns
+from pipeline.data.raw.layout import columns_of, find_format, source_columns
 from pipeline.runtime.errors import RetrainingError
 
 # How a model reads columns. The other settings of data.* say how the files of today are written.
@@ -160,13 +159,6 @@ def view(reader: DataConfig, other: DataConfig, today: DataConfig) -> tuple[Data
 def source_names(data: DataConfig) -> list[str]:
     """Return the columns of the source that the config reads."""
     return _names(source_columns(data))
-
-
-def columns_in(source: Source, data: DataConfig) -> set[str]:
-    """Return the columns that a file and the folders above it have."""
-    reader, names = find_format(data.format).open(source, layout_of(data), 1 << 20)
-    with reader:
-        return {*names, *(name for name, _ in source.partitions)}
 
 
 def _names(columns: ColumnsConfig) -> list[str]:

@@ -34,12 +34,12 @@ from pipeline.data.prepare.identity import find_prepared
 from pipeline.data.prepare.run import prepare
 from pipeline.data.raw.blocks import Source
 from pipeline.data.raw.layout import find_format, layout_of
+from pipeline.data.raw.rows import names_in
 from pipeline.data.raw.source import check_unchanged, find_sources
 from pipeline.retraining.challenger_job import score_window, train_challenger, train_job
 from pipeline.retraining.feature_changes import (
     FeatureChanges,
     LacksColumnError,
-    columns_in,
     comparable_gate,
     compare,
     only_read,
@@ -137,7 +137,7 @@ class WindowRunner:
             return
         known = {*source_names(self.job_of(champion).data)}
         added = [name for name in source_names(self.job.data) if name not in known]
-        has = {name for file in place.files for name in columns_in(file, self.job.data)} if added else set()
+        has = {name for file in place.files for name in names_in(file, self.job.data)} if added else set()
         if lacking := [name for name in added if name not in has]:
             raise LacksColumnError(
                 f"window {place.window.name} has no column {lacking[0]!r}, which this job adds to what {champion.name}, the "

@@ -16,9 +16,12 @@ import pytest
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.evaluate import PredictJob
 from pipeline.config.jobs.prepare import PrepareJob
+from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.config.jobs.train import TrainJob
+from pipeline.config.saved_jobs import load_saved_job
 from pipeline.config.serving import LimitsConfig
 from pipeline.data.dataset import Dataset
+from pipeline.data.prepare.identity import check_not_contradicted
 from pipeline.data.prepare.run import prepare
 from pipeline.runtime.errors import UserError
 from pipeline.serving.http.openapi import openapi_page
@@ -119,6 +122,35 @@ def test_bad_vectors_go_to_the_quarantine_and_empty_ones_are_missing(tmp_path: P
     with pytest.raises(UserError) as error:
         _prepare(tmp_path / "rows.csv", "data.columns.dense=['emb[0]', price]", f"data.path={tmp_path / 'twice'}")
     assert mentions(error.value, "emb[0]")
+
+
+def test_a_pattern_names_dense_columns_that_have_no_other_role(ranks: RankPool, tmp_path: Path) -> None:
+    """The pattern is resolved once: the run, and what it reads, have names."""
+    source = tmp_path / "rows.csv"
+    header = "label,emb_id,emb_1,price,emb_0"
+    source.write_text(header + "\n" + "".join(f"{row % 2},a,{row / 7},{row},{-row}\n" for row in range(800)))
+    words = [word for word in _data(source, "data.columns.sparse=[emb_id]") if "vectors" not in word]
+    words += ["data.columns.dense=[price, 'emb_*']", "data.dense_transforms.emb_*=standardize"]
+    dataset = prepare(load_config(PrepareJob, [*words, f"source={source}"])).dataset
+    assert dataset.dense_features == ["price", "emb_1", "emb_0"] and list(dataset.dense_columns) == ["emb_1", "emb_0"]
+    assert prepare(load_config(PrepareJob, [*words, f"source={source}"])).already_prepared
+    job = load_config(TrainJob, [*words, f"run_dir={tmp_path / 'run'}"])
+    assert check_not_contradicted(job.data, dataset, ["data.columns.dense"]) == ""
+    more = ["hardware=cpu", "model=logistic_regression", "trainer.max_steps=2", "trainer.global_batch_size=64"]
+    ranks.run(1, train_on_rank, [*words, *more, f"run_dir={tmp_path / 'run'}"])
+    saved = load_saved_job(TrainJob, str(tmp_path / "run" / "config.yaml"))
+    assert saved.data.columns.dense == dataset.dense_features
+    with pytest.raises(UserError) as error:
+        prepare(
+            load_config(
+                PrepareJob,
+                [*words, "data.columns.dense=['enb_*']", f"source={source}", f"data.path={tmp_path / 'other'}"],
+            )
+        )
+    assert mentions(error.value, "enb_*")
+    with pytest.raises(UserError) as error:
+        load_config(RetrainJob, [*words, f"source={source}"])
+    assert mentions(error.value, "emb_*")
 
 
 def test_a_planted_signal_is_learnt_and_requests_score_as_prepared_rows(

@@ -48,6 +48,11 @@ class RetrainJob(TrainJob):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_given("source", self.source)
+        if patterns := [name for name in self.data.columns.dense if "*" in name or "?" in name]:
+            raise ConfigError(
+                f"data.columns.dense has the pattern {patterns[0]!r}, and the files of two windows may have other columns: "
+                "retrain needs the names of the columns"
+            )
         if self.data.split.kind == "given":
             raise ConfigError(
                 "data.split.kind=given names the rows of one data set, but retrain prepares a data set for each window of `source`: "

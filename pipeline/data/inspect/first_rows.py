@@ -98,7 +98,7 @@ def _parquet(path: str, max_rows: int) -> FirstRows:
             lengths = pc.unique(pc.list_value_length(lists).drop_null())
             if kind_of(column.type) == FRACTIONS and len(lengths) == 1 and lengths[0].as_py() >= LEAST_VECTOR:
                 unusable[number] = (
-                    f"a vector of {lengths[0]} numbers a row is no list of ids: write a column for each number"
+                    f"a vector of {lengths[0]} numbers a row: to read it, add columns.vectors={{{column.name}: {lengths[0]}}}"
                 )
             columns.append(pc.binary_join(lists, "|"))
     return FirstRows("parquet", schema.names, pa.table(columns, names=schema.names), unusable=unusable)

@@ -8,6 +8,7 @@ cache.
 from __future__ import annotations
 
 from pipeline.config.data import DataConfig
+from pipeline.config.tables import is_pattern
 from pipeline.data.dataset import FILE_NAME, Dataset, FrequencyCurve, SparseFeature, listed_labels
 from pipeline.data.raw.layout import columns_of, feature_names
 from pipeline.runtime.errors import DataError
@@ -22,6 +23,10 @@ def describe_dataset(config: DataConfig, num_ids: dict[str, int]) -> Dataset:
         DataError: the config does not say how many ids a feature has, or how many ids a sample has.
     """
     columns = columns_of(config)
+    if patterns := [name for name in config.columns.dense if is_pattern(name)]:
+        raise DataError(
+            f"{_absence(config)}, and only the data can tell which columns fit {patterns[0]!r}: {_prepare(config)}"
+        )
     if columns.lists:
         raise DataError(
             f"{_absence(config)}, and how long the lists of {columns.lists[0]!r} are only the data can tell: {_prepare(config)}"

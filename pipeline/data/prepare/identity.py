@@ -12,7 +12,7 @@ from pipeline.config.columns import LabelConfig
 from pipeline.config.data import SPLITS, DataConfig
 from pipeline.data.dataset import FILE_NAME, Dataset, listed_labels, load_dataset
 from pipeline.data.raw.blocks import Source
-from pipeline.data.raw.layout import feature_names
+from pipeline.data.raw.layout import feature_names, with_dense_names
 from pipeline.runtime.errors import DataError, UserError
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.storage import stamp_of
@@ -110,6 +110,7 @@ def check_not_contradicted(config: DataConfig, dataset: Dataset, given: Iterable
     """
     if not dataset.recipe:  # not written by prepare
         return ""
+    config = with_dense_names(config, dataset.dense_of_source)
     named = [each for each in given if each.startswith("data.")]
     found, wanted = _flat("data", dataset.recipe), _flat("data", recipe_of(config))
     unused = []

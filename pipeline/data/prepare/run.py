@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from pipeline.config.data import SPLITS
 from pipeline.config.jobs.prepare import PrepareJob, RayConfig
 from pipeline.config.registry import from_extra
+from pipeline.config.tables import is_pattern
 from pipeline.data.dataset import Dataset
 from pipeline.runtime.errors import ConfigError
 
@@ -44,7 +45,9 @@ def prepare(job: PrepareJob, constants: Mapping[str, str | None] = MappingProxyT
     from pipeline.data.prepare.prepare import prepare_dataset
     from pipeline.data.prepare.recipe import make_recipe
     from pipeline.data.prepare.resources import Resources
+    from pipeline.data.raw.layout import with_dense_names
     from pipeline.data.raw.partitions import check_success, with_constants
+    from pipeline.data.raw.rows import names_in
     from pipeline.data.raw.source import find_sources
 
     started = time.monotonic()
@@ -52,6 +55,10 @@ def prepare(job: PrepareJob, constants: Mapping[str, str | None] = MappingProxyT
     check_success(sources, job.data.success_file)
     base = None if job.vocabularies is None else load_base(job.vocabularies)
     sources = with_constants(sources, constants)
+    if any(map(is_pattern, job.data.columns.dense)):
+        job = replace(
+            job, data=with_dense_names(job.data, names_in(max(sources, key=lambda each: each.size_bytes), job.data))
+        )
     dataset = find_prepared(job.data, sources, base, job.verify_sources)
     if dataset is not None:
         return PrepareSummary(job.data.path, dataset, True, time.monotonic() - started)

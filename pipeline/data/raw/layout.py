@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.config.columns import ColumnsConfig
 from pipeline.config.data import DataConfig
 from pipeline.config.registry import find
+from pipeline.config.tables import is_pattern, matches
 from pipeline.config.transforms import LIST, NUMBER, TEXT, TIME, VECTOR, TransformConfig, make_transforms, raw_inputs
 from pipeline.data.raw.blocks import Block, ParsedRows, RowReader, Source
 from pipeline.runtime.errors import DataError, did_you_mean
@@ -203,6 +204,22 @@ def with_outputs(columns: ColumnsConfig, transforms: Mapping[str, TransformConfi
         sparse=[*columns.sparse, *made[TEXT]],
         multi_hot=[*columns.multi_hot, *made[LIST]],
     )
+
+
+def with_dense_names(config: DataConfig, names: Sequence[str]) -> DataConfig:
+    """Return the config with the columns among `names` in place of patterns in data.columns.dense.
+
+    A pattern does not name a column that has another role. Raises ConfigError if it fits no column.
+    """
+    columns, key = config.columns, "data.columns.dense"
+    if not any(is_pattern(name) and name not in names for name in columns.dense):
+        return config
+    taken = {*layout_of(config).needed, config.group_column, columns.weight, columns.timestamp, *config.transforms}
+    free, dense = [name for name in names if name not in taken], dict[str, None]()
+    for name in columns.dense:
+        is_name = name in names or not is_pattern(name)
+        dense |= dict.fromkeys([name] if is_name else matches(name, free, key))
+    return replace(config, columns=replace(columns, dense=list(dense)))
 
 
 def layout_of(config: DataConfig) -> Layout:

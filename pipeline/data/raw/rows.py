@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from pipeline.config.data import DataConfig
 from pipeline.config.transforms import LIST, NUMBER, TEXT, VECTOR
 from pipeline.data.raw.blocks import Block, ParsedRows, QuarantinedRow, RowReader, Source
 from pipeline.data.raw.json_lists import JSON, json_lists, parse_list
 from pipeline.data.raw.label_cells import is_text, with_labels
-from pipeline.data.raw.layout import Layout, check_columns, find_format
+from pipeline.data.raw.layout import Layout, check_columns, find_format, layout_of
 from pipeline.data.raw.lines import broken_lines, read_csv, read_texts, with_doubled_quotes
 from pipeline.data.raw.parquet_rows import not_text
 from pipeline.data.raw.parse_cells import parse_times
@@ -41,6 +42,13 @@ def open_source(layout: Layout, source: Source, block_bytes: int) -> tuple[RowRe
     reader, names = with_partitions(layout, source, opened, names, has_cells=form.has_cells)
     check_columns(layout, names, source.path)
     return reader, names
+
+
+def names_in(source: Source, config: DataConfig) -> list[str]:
+    """Return the names of the columns in a file, and of the folders above it."""
+    reader, names = find_format(config.format).open(source, layout_of(config), 1 << 20)
+    with reader:
+        return [*names, *(name for name, _ in source.partitions if name not in names)]
 
 
 def parse_block(layout: Layout, header: tuple[str, ...], block: Block) -> ParsedRows:
