@@ -119,6 +119,7 @@ def test_retraining_from_window_to_window_beats_the_stale_champion(history: tupl
     assert stream is SMALL or gains[-1] > gains[0]  # the stale champion falls back further and further
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("history", [pytest.param(SMALL, id="small")], indirect=True)
 def test_the_champions_artifact_scores_raw_rows_as_its_model_does(history: tuple[Path, Stream]) -> None:
     folder, _ = history
