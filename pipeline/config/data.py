@@ -372,7 +372,7 @@ class DataConfig:
                     what = "lists" if name in columns.raw_lists else "numbers"
                     raise ConfigError(
                         f"data.transforms.{column} reads {name!r} as {kind}, but data.columns has it as {what}: use another column, or a "
-                        "kind that reads {what}"
+                        f"kind that reads {what}"
                     )
                 if name in columns.sparse and kind == NUMBER:
                     raise ConfigError(

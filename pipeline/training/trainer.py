@@ -134,7 +134,7 @@ class Trainer:
                     self._roll_back(error)
                 batches = self._begin()
                 continue
-            if self._has_ended():
+            if self._input_stopped():
                 if state.is_over:
                     break
                 batches.close()
@@ -196,10 +196,10 @@ class Trainer:
         self._state.micro_step -= late
         self._state.step -= late
 
-    def _has_ended(self) -> bool:
-        """Return True if the input stream has ended or pauses. Collective after a failure of a
-        reader, which it raises on all ranks. Hooks save the last complete step before the failure
-        is raised, if that step is known."""
+    def _input_stopped(self) -> bool:
+        """Return True if a stream has ended, or pauses, after hooks have saved the step. Collective
+        after a failure of a reader, which it raises on all ranks. Hooks save the last complete step
+        before the failure is raised, if that step is known."""
         if failure := self._input.failure():
             self._step_back()
             if isinstance(failure, InputPausedError):

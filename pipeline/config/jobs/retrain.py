@@ -17,6 +17,7 @@ from pipeline.config.retraining import (
     StreamConfig,
     WindowsConfig,
 )
+from pipeline.config.tables import is_pattern
 from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given, check_keys, did_you_mean
 
 
@@ -48,7 +49,7 @@ class RetrainJob(TrainJob):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_given("source", self.source)
-        if patterns := [name for name in self.data.columns.dense if "*" in name or "?" in name]:
+        if patterns := [name for name in self.data.columns.dense if is_pattern(name)]:
             raise ConfigError(
                 f"data.columns.dense has the pattern {patterns[0]!r}, and the files of two windows may have other columns: "
                 "retrain needs the names of the columns"

@@ -113,7 +113,8 @@ class UserFeatures:
     ) -> LayerInputs:
         """pooled: ids of all features in the form of a KeyedJaggedTensor -> their rows. count: count_row_zero."""
         self._check_names(rows)
-        division = self._divide(frozenset(names_of(rows.items)))
+        # not other names, which would fill the cache
+        division = self._divide(frozenset(self._encoder.raw_names).intersection(names_of(rows.items)))
         user, items = division.encode(rows)
         if user.bad_rows:
             bad = [QuarantinedRow(line, user.bad_rows[0].reason, "") for line in range(1, rows.num_rows + 1)]

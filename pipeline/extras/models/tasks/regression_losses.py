@@ -27,9 +27,9 @@ class Huber:
         check_above("labels.loss.delta", self.delta, 0.0)
 
     def __call__(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        error = (outputs - labels).abs()
-        within = error.clamp(max=self.delta)
-        return within * (error - within / 2)
+        from torch.nn.functional import huber_loss
+
+        return huber_loss(outputs, labels, reduction="none", delta=self.delta)
 
 
 @register("loss", "log")
