@@ -68,9 +68,13 @@ doctor: $(VENV)/installed  ## check versions, operations, GPU, shared memory and
 	@$(PY) -m pipeline doctor
 
 .PHONY: test
-test: $(VENV)/installed-dev  ## the default test suite, no GPU needed: about 12 CPU minutes on a quiet machine
+test: $(VENV)/installed-dev  ## the default test suite, no GPU needed: about 9 CPU minutes on a quiet machine
 	@TIMEFORMAT='CPU time %U s + %S s in system calls, %R s in all'; \
-		time OMP_NUM_THREADS=1 $(PY) -m pytest -m "not campaign and not gpu" -n $(JOBS) --dist worksteal
+		time OMP_NUM_THREADS=1 $(PY) -m pytest -m "not long and not campaign and not gpu" -n $(JOBS) --dist worksteal
+
+.PHONY: test-long
+test-long: $(VENV)/installed-dev  ## the tests that take seconds each; CI runs them too
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -m "long and not campaign and not gpu" -n $(JOBS) --dist worksteal
 
 .PHONY: test-gpu
 test-gpu:  ## the tests of the GPU program, in .venv-gpu: on the shadow GPU where there is no GPU

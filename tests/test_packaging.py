@@ -135,6 +135,7 @@ def test_an_installed_wheel_finds_the_plans_that_it_ships(python: Path, elsewher
     assert Path(done.stdout.strip()).is_relative_to(python.parents[1])
 
 
+@pytest.mark.long
 def test_torchx_finds_our_components_beside_its_own_and_submits_only_what_composes(
     python: Path, elsewhere: Path
 ) -> None:

@@ -47,6 +47,7 @@ def test_a_test_its_commands_and_its_ranks_share_an_empty_folder(ranks: RankPool
     assert asked.stdout.splitlines()[0] == folder
 
 
+@pytest.mark.long
 def test_what_make_train_leaves_in_the_folder_disturbs_no_test(
     small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

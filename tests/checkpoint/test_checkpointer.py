@@ -57,6 +57,7 @@ def test_resumed_training_equals_uninterrupted_bit_for_bit(ranks: RankPool, tmp_
     assert (manifest["step"], manifest["metrics"], manifest["experiment"]) == (5, {"ne": 0.5}, "test")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("world_size", "kinds"), [(1, MIXED), (4, MIXED), (2, ROWS)])
 def test_a_checkpoint_of_two_ranks_restores_exactly_elsewhere(
     ranks: RankPool, tmp_path: Path, world_size: int, kinds: dict[str, str]

@@ -16,6 +16,7 @@ STATE = "optimizer.state.embedding_bag_collection.embedding_bags.t0.weight.t0.mo
 WEIGHT = "model.embedding_bag_collection.embedding_bags.t0.weight"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("then", "now"), [("table_wise", "column_wise"), ("column_wise", "row_wise")])
 def test_row_wise_state_for_other_columns_is_refused_with_a_plan_that_works(
     ranks: RankPool, tmp_path: Path, then: str, now: str
@@ -30,6 +31,7 @@ def test_row_wise_state_for_other_columns_is_refused_with_a_plan_that_works(
     assert "checkpoint.row_state_across_columns=average" in messages[0]
 
 
+@pytest.mark.long
 def test_row_wise_state_spreads_over_columns_and_comes_back_as_their_average(ranks: RankPool, tmp_path: Path) -> None:
     """[rows] -> a copy a block -> [rows]; and two different blocks become their average."""
     first, second, third, fourth = (str(tmp_path / name) for name in "abcd")

@@ -90,6 +90,7 @@ def row_of(report: dict[str, Any], table: str) -> dict[str, Any]:
     return next(one for one in report["tables"] if one["table"] == table)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [1, pytest.param(4, marks=pytest.mark.campaign)])
 def test_the_same_tables_and_data_are_taken_over_whole_at_any_world_size(
     ranks: RankPool, small_run: Path, prepared_clicks: str, tmp_path: Path, world_size: int
@@ -110,6 +111,7 @@ def test_the_same_tables_and_data_are_taken_over_whole_at_any_world_size(
     )
 
 
+@pytest.mark.long
 def test_grown_shrunk_and_retyped_tables_keep_their_rows_and_the_rest_is_as_from_scratch(
     ranks: RankPool, small_run: Path, prepared_clicks: str, tmp_path: Path
 ) -> None:
@@ -154,6 +156,7 @@ def _changed_data(data: str, folder: Path, feature: str, keep: slice, new_values
     return str(folder), values
 
 
+@pytest.mark.long
 def test_rows_follow_their_values_into_another_vocabulary(
     ranks: RankPool, small_run: Path, prepared_clicks: str, tmp_path: Path
 ) -> None:
@@ -250,6 +253,7 @@ def test_what_a_policy_refuses_is_named_with_the_way_out(
     assert re.search(message, found), found
 
 
+@pytest.mark.long
 def test_layers_that_fit_are_loaded_and_the_others_are_fresh(
     ranks: RankPool, small_run: Path, prepared_clicks: str, tmp_path: Path
 ) -> None:

@@ -116,6 +116,7 @@ class OtherProcesses(LocalExecutor):
         return iter([found[number] for number, _ in numbered])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
     [

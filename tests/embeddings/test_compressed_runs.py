@@ -126,6 +126,7 @@ def test_a_run_does_not_go_on_with_another_hash(ranks: RankPool, run: Path, prep
         assert "its rows would mean other ids; keep tables.*.compression" in problem
 
 
+@pytest.mark.long
 def test_a_new_run_takes_the_compressed_tables_that_mean_the_same(
     ranks: RankPool, run: Path, prepared_clicks: str, tmp_path: Path
 ) -> None:

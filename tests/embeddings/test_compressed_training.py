@@ -193,6 +193,7 @@ def save_and_resume(rank: int, tables: list[Table], folder: str) -> tuple[list[f
     return losses, resumed, all(torch.equal(left[name], right[name]) for name in left)
 
 
+@pytest.mark.long
 def test_a_resumed_run_goes_on_bit_by_bit(ranks: RankPool, tmp_path: Path) -> None:
     losses, resumed, same = ranks.run(2, save_and_resume, make_tables(), str(tmp_path / "steps"))[0]
     assert losses == resumed

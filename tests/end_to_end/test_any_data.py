@@ -64,6 +64,7 @@ def _trained_and_evaluated(rank: int, overrides: list[str], run: str) -> dict[st
     return evaluate(load_config(EvaluateJob, [f"run={run}", "split=validation"])).metrics
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("data", "kind"), [pytest.param(*case, marks=[] if case in IN_DEFAULT else pytest.mark.campaign) for case in CASES]
 )

@@ -149,6 +149,7 @@ def test_what_is_missing_is_asked_for_and_the_file_is_inspected(
     assert "label: b" in (tmp_path / "shop/conf/data/my_rows.yaml").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_four_commands_train_a_model_on_a_real_sample(
     ranks: RankPool, samples: Path, tmp_path: Path, sample: str

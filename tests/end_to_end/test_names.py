@@ -92,6 +92,7 @@ def test_typed_files_have_line_breaks_in_names_too(tmp_path: Path) -> None:
     assert load_dataset(str(tmp_path / "data")).sparse_feature_names == [*sparse, *MULTI_HOT]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("model", "world_size"), [("fm", 1), pytest.param("deepfm", 2, marks=pytest.mark.campaign)])
 def test_columns_of_any_name_are_trained_exported_and_scored(
     ranks: RankPool, tmp_path: Path, model: str, world_size: int

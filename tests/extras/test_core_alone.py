@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.own_folder import REPOSITORY
 
 COPIED = ("pipeline", "launch", "conf", "sharding_plans")
@@ -78,6 +80,7 @@ else:
 """
 
 
+@pytest.mark.long
 def test_the_core_works_without_the_extras(tmp_path: Path) -> None:
     for name in COPIED:
         shutil.copytree(

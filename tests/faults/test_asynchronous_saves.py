@@ -63,6 +63,7 @@ def _slow_saves(rank: int, folder: str, num_steps: int) -> tuple[dict[int, str],
     return digests, were_over, lines
 
 
+@pytest.mark.long
 def test_saves_slower_than_their_interval_wait_for_each_other_and_all_are_exact(
     ranks: RankPool, tmp_path: Path, fault: FaultRecorder
 ) -> None:

@@ -86,6 +86,7 @@ def config(**values: Any) -> ReaderConfig:
     return ReaderConfig(**{"num_streams": 6, "prefetch_batches": 2, **values})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.campaign)])
 def test_each_bad_value_stops_all_ranks_by_name_or_is_quarantined(
     ranks: RankPool, tmp_path: Path, fault: FaultRecorder, every: int
@@ -173,6 +174,7 @@ def test_a_shard_that_changes_under_training_ends_all_ranks_at_once(
 UNEVEN = [[[1], [50, 3], [7]], [[97], [1, 1, 1]], [[5] * 13, [40]], [[30, 30], [2], [29]]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.campaign)])
 def test_uneven_shards_end_at_the_same_step_on_all_ranks(
     ranks: RankPool, tmp_path: Path, fault: FaultRecorder, every: int

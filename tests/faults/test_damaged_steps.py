@@ -77,6 +77,7 @@ def _plant(ranks: RankPool, folder: str, tmp_path: Path, cases: list[tuple[str, 
     return ranks.run(2, _load_damaged, str(tmp_path / "checkpoints"), cases)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [1, pytest.param(5, marks=pytest.mark.campaign)])
 def test_a_truncated_deleted_or_zeroed_file_rejects_its_step_and_the_one_before_loads(
     ranks: RankPool, saved: tuple[str, dict[int, str]], tmp_path: Path, fault: FaultRecorder, count: int
@@ -146,6 +147,7 @@ SWAPS[".metadata of another step"] = (".metadata", "step_00000001", ".metadata")
 SWAPS[".metadata of another run"] = (".metadata", f"../again/{NEWEST}", ".metadata")
 
 
+@pytest.mark.long
 def test_files_of_another_rank_step_or_run_are_found_though_their_checksums_are_made_anew(
     ranks: RankPool, saved: tuple[str, dict[int, str]], tmp_path: Path
 ) -> None:

@@ -41,6 +41,7 @@ def _save_without_room(rank: int, folder: str, limit_bytes: int, asynchronous: b
     return str(error.value)
 
 
+@pytest.mark.long
 def test_a_save_that_runs_out_of_room_says_where_and_the_last_step_loads(
     ranks: RankPool, tmp_path: Path, fault: FaultRecorder
 ) -> None:

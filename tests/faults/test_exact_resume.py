@@ -80,6 +80,7 @@ def _restore_and_go_on(
 
 
 # 0: before any optimizer has stepped
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("step", "cases"),
     [

@@ -30,6 +30,7 @@ def _die(folder: Path, phase: str, victim: int, asynchronous: bool, links: int) 
             process.kill()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("cases", "asynchronous", "links"),
     [

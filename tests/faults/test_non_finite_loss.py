@@ -49,6 +49,7 @@ def _ends_with(rank: int, folder: str, config: TrainerConfig, nan_steps: tuple[i
         return str(error)
 
 
+@pytest.mark.long
 def test_a_single_bad_batch_updates_nothing_under_skip_and_rollback(
     ranks_each_way: RankPool, tmp_path: Path, fault: FaultRecorder
 ) -> None:
@@ -59,6 +60,7 @@ def test_a_single_bad_batch_updates_nothing_under_skip_and_rollback(
     fault(25, "NaN label on one of 2 ranks: no update of that batch, end bitwise equal to leaving it out", count=2)
 
 
+@pytest.mark.long
 def test_a_lasting_nan_goes_back_once_and_past_exactly_the_batches_since(
     ranks_each_way: RankPool, tmp_path: Path, fault: FaultRecorder
 ) -> None:
@@ -79,6 +81,7 @@ def test_a_lasting_nan_goes_back_once_and_past_exactly_the_batches_since(
     )
 
 
+@pytest.mark.long
 def test_a_checkpoint_saved_amid_the_bad_steps_is_passed_over(ranks: RankPool, tmp_path: Path) -> None:
     """Batches 7, 8 and 9 are bad: step 8 is committed between them, and holds the weights that met them."""
     expected = ranks.run(2, _plain, [0, 1, 2, 3, 10, 11])[0]
@@ -86,6 +89,7 @@ def test_a_checkpoint_saved_amid_the_bad_steps_is_passed_over(ranks: RankPool, t
     assert list_steps(str(tmp_path / "checkpoints")) == [4, 6]
 
 
+@pytest.mark.long
 def test_a_resumed_run_skips_the_same_batches(ranks: RankPool, tmp_path: Path) -> None:
     expected = ranks.run(2, _plain, [0, 1, 2, 3, 9, 10, 11])[0]
     ranks.run(2, _ends_after_rollback, str(tmp_path))
@@ -100,6 +104,7 @@ def _ends_after_rollback(rank: int, folder: str) -> None:
         fit_drawn(rank, 2, folder, ROLLBACK, 4, None, (6, 7, 8))
 
 
+@pytest.mark.long
 def test_a_nan_that_comes_again_stops_the_run_with_the_rows(
     ranks: RankPool, tmp_path: Path, fault: FaultRecorder
 ) -> None:

@@ -24,6 +24,7 @@ def _fits(types: tuple[str, ...], world_size: int) -> tuple[str, ...]:
     return types if world_size > 1 else tuple("table_wise" if kind == "grid_shard" else kind for kind in types)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "optimizer",
     ["adam"]  # its first moment is kept as Adagrad's only state is

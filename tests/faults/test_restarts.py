@@ -67,6 +67,7 @@ def _same_as(run: Run, uninterrupted: Run) -> None:
     assert len(set(lineage)) == len(lineage) == STEPS * 256
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("places", "num_kills"),
     [

@@ -157,6 +157,7 @@ def _limit_file_size() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 
 
+@pytest.mark.long
 def test_a_full_disk_ends_in_one_line_and_a_second_run_finishes(tmp_path: Path, fault: FaultRecorder) -> None:
     source = write_lines(tmp_path / "train.txt", random_lines(20_000))
     command = _prepare_command(source, f"{tmp_path}/ds")

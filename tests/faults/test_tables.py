@@ -85,6 +85,7 @@ def _warm(
     return fresh, whole(model, training), {one.table: one.rows_loaded for one in report.tables}
 
 
+@pytest.mark.long
 def test_on_resume_each_is_an_error_that_names_the_table_both_sides_and_the_way_out(
     ranks: RankPool, tmp_path: Path, fault: FaultRecorder
 ) -> None:

@@ -100,6 +100,7 @@ def test_argo_has_a_pod_a_stage_a_jobset_for_several_nodes_and_a_deployment_for_
         _against_releases(yaml.safe_load(by_name[name]["resource"]["manifest"]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("file", ["example", "two_nodes"])
 def test_argos_own_models_know_every_key(file: str, two_nodes: str) -> None:
     """Hera's are made from Argo's published API; a key that they do not know would not come back."""

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 RENDER = """
 import sys
@@ -27,6 +29,7 @@ except SystemExit as end:
 """
 
 
+@pytest.mark.long
 def test_the_core_renders_without_the_folder_of_extras(tmp_path: Path) -> None:
     shutil.copytree(REPOSITORY / "launch", tmp_path / "launch", ignore=shutil.ignore_patterns("extras", "__pycache__"))
     for name in ("pipeline", "conf", "setup.cfg"):

@@ -66,6 +66,7 @@ FULL = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["job", "jobset", "volcano", "trainjob", "pytorchjob"])
 def test_manifests_hold_against_the_schemas(data: str, kind: str) -> None:
     one, two = _manifests(_workload(data), kind=kind), _manifests(_workload(data, "2x4"), kind=kind)

@@ -88,6 +88,7 @@ def _torchx(*commands: list[str], installed: dict[str, str], folder: Path) -> li
     )
 
 
+@pytest.mark.long
 def test_a_dry_run_needs_no_docker_and_no_cluster_and_a_run_without_one_ends_with_a_line(
     installed: dict[str, str], tmp_path: Path
 ) -> None:

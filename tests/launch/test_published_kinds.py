@@ -66,6 +66,7 @@ TRAINER = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["jobset", "trainjob"])
 def test_the_models_of_kubeflow_trainer_know_every_key(kind: str) -> None:
     """A key that they do not know would not come back."""

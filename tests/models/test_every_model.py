@@ -198,6 +198,7 @@ def _restored(rank: int, folder: str, kind: str, form: dict[str, Any]) -> tuple[
     return whole(model, optimizer), logits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "form"), cases(FORMS, lambda kind, form: kind == "finalmlp" and bool(form)))
 def test_a_run_resumes_bit_for_bit_and_a_step_is_restored_on_other_ranks(
     kind: str, form: dict[str, Any], ranks: RankPool, tmp_path: Path

@@ -29,6 +29,7 @@ def linear_share(users_and_items: Rows) -> float:
     return share_of_lift(LogisticRegressionConfig(), users_and_items)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("config", "least"),
     [

@@ -85,6 +85,7 @@ def _collected(rank: int, world_size: int, exact_rows: int) -> dict[str, float]:
     return first
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_ranks_count_together_what_they_no_longer_keep(ranks: RankPool, world_size: int) -> None:
     exact = ranks.run(1, _collected, 1, 6000)[0]

@@ -160,6 +160,7 @@ def test_sharded_steps_equal_unsharded_steps_for_every_model(ranks: RankPool) ->
         assert moved > 0.01 and difference < 1e-4 * moved, config.kind
 
 
+@pytest.mark.long
 def test_bf16_stays_close_to_fp32_for_every_model(ranks: RankPool) -> None:
     half, whole = ranks.run(2, _sharded, CONFIGS, "bf16")[0], ranks.run(1, _whole, CONFIGS)[0]
     for config, mine, (first, last) in zip(CONFIGS, half, whole, strict=True):

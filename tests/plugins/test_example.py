@@ -16,6 +16,7 @@ from tests.support.forks import run_warm
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("example", "file", "named"),
     [

@@ -22,6 +22,7 @@ def gone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+@pytest.mark.long
 def test_its_format_is_prepared_and_bad_lines_are_quarantined(gone: dict[str, Any]) -> None:
     dataset = load_dataset(gone["prepared"])
     assert (dataset.source_rows, dataset.quarantined_rows) == (ROWS + 3, 3)

@@ -81,6 +81,7 @@ def rows_of(version: Version) -> dict[str, dict[str, bytes]]:
     return found
 
 
+@pytest.mark.long
 def test_features_are_added_and_removed_by_the_job_that_retrains(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

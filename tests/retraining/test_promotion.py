@@ -64,6 +64,7 @@ def _check_and_complete(path: str, run: FinishedRun) -> str:
     return str(champion.lineage["window"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stride", [pytest.param(4, id="some"), pytest.param(1, id="all", marks=pytest.mark.campaign)])
 def test_a_kill_between_any_two_changes_of_files_leaves_the_old_or_the_new_champion(
     tmp_path: Path, stride: int

@@ -85,6 +85,7 @@ def _rejected(folder: Path, *days: int) -> None:
         Ledger(str(folder / "registry")).append(record)
 
 
+@pytest.mark.long
 def test_a_tick_says_what_to_do_where_no_window_passes_any_more(tmp_path: Path) -> None:
     for day in (1, 2, 3):
         _partition(tmp_path, f"dt=2026-11-0{day}", whole=True)

@@ -45,6 +45,7 @@ def test_the_first_node_hosts_the_meeting_whatever_names_say(flags: list[str], c
     assert parse([*nodes, *flags, "-m", "pipeline", "train"]).rdzv_conf == conf
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("codes", "expected", "num_starts", "said"),
     [

@@ -116,6 +116,7 @@ def test_the_ranks_of_a_later_round_take_the_run_folder_over_at_once(
     first.release()
 
 
+@pytest.mark.long
 def test_for_a_node_that_comes_the_ranks_save_and_all_start_again(tmp_path: Path) -> None:
     first = Node(tmp_path, "first")
     first.wait_for("rank 0 of 1")

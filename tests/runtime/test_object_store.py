@@ -43,6 +43,7 @@ def test_files_are_written_listed_read_in_parts_and_removed(store: FaultyProxy, 
     assert not storage.exists(PATH) and storage.list_folder(FOLDER) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["503", "500", "reset", "slow", "truncated"])
 def test_passing_faults_are_retried(store: FaultyProxy, tmp_path: Path, fault: str) -> None:  # noqa: F811
     content = os.urandom(300_000)

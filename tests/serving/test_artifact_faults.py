@@ -45,6 +45,7 @@ def _assert_refused(artifact: Path, memory: str, what: str) -> None:
     raise AssertionError(f"{what} is loaded from {memory}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("memory", ["ram", "mapped"])
 def test_every_truncated_lengthened_or_missing_file_is_refused(artifact: Path, memory: str) -> None:
     for path in _files(artifact):

@@ -78,6 +78,7 @@ def test_predicted_files_hold_the_scores_of_the_predictor(artifact: str, clicks:
     np.testing.assert_array_equal(pq.read_table(f"{output}.ssd.parquet")["score"].to_numpy(), wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["artifact", "pruned"])
 def test_scores_with_tables_on_ssd_are_bitwise_those_of_memory(
     kind: str, request: pytest.FixtureRequest, clicks: Path

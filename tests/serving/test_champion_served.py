@@ -58,6 +58,7 @@ def wait_for(server: Server, version: str) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moves", [3, pytest.param(40, marks=pytest.mark.campaign)])
 def test_a_server_follows_the_champion_under_load_and_drops_nothing(tmp_path: Path, moves: int) -> None:
     artifacts = [write_artifact(tmp_path / precision, Shape(ROWS), precision) for precision in ("int8", "int4")]

@@ -29,6 +29,7 @@ def test_an_answer_to_a_connection_that_was_closed_since_is_nobodys_error(caplog
     assert not [record for record in caplog.records if record.exc_info]
 
 
+@pytest.mark.long
 def test_a_request_that_outlasts_the_drain_is_told_so_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     sent: list[Any] = []
 

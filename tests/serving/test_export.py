@@ -55,6 +55,7 @@ def _evaluate(rank: int, run: str, split: str) -> dict[str, float]:
     return evaluate(load_config(EvaluateJob, [f"run={run}", f"split={split}"])).metrics
 
 
+@pytest.mark.long
 def test_the_model_that_the_certificate_compares_with_is_the_one_that_the_trainer_evaluates(
     small_artifact: ExportSummary, small_run: Path, ranks: RankPool
 ) -> None:
@@ -105,6 +106,7 @@ def ne_of(scores: np.ndarray, batch: Batch) -> float:
     return float(logloss / -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate)))
 
 
+@pytest.mark.long
 def test_a_fresh_process_scores_prepared_rows_as_certified_without_the_trainings_code(
     small_artifact: ExportSummary, prepared_clicks: str, tmp_path: Path
 ) -> None:
@@ -189,6 +191,7 @@ def test_an_export_that_another_one_overtakes_finds_what_that_has_made(
     assert [path.name for path in tmp_path.iterdir()] == ["artifact"]
 
 
+@pytest.mark.long
 def test_an_artifact_too_far_from_its_model_is_refused_with_numbers_and_nothing_is_left(
     small_run: Path, tmp_path: Path
 ) -> None:

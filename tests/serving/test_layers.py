@@ -61,6 +61,7 @@ def _built(kind: str) -> tuple[torch.nn.Module, int]:
     return model.eval(), sum(take_collection(model, keys))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "precision"), CASES)
 def test_a_program_gives_the_models_logits(kind: str, precision: str) -> None:
     model, columns = _built(kind)

@@ -31,6 +31,7 @@ def _states(small_run: Path, table: str) -> np.ndarray:
     return tensors.read(stored.states["momentum1"].key, [0], [stored.rows]).numpy()
 
 
+@pytest.mark.long
 def test_rows_that_were_never_trained_are_the_unknown_row_and_all_others_stay(small_run: Path, tmp_path: Path) -> None:
     summary = run_export(small_run, tmp_path / "artifact", "precision=fp32", "pruning.kind=untrained", *LOOSE)
     pruning = summary.certificate["pruning"]

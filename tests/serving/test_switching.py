@@ -41,6 +41,7 @@ def wait_until(holds: Callable[[], bool], timeout_s: float = 300.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_a_switch_under_load_drops_no_request_and_mixes_no_scores(tmp_path: Path) -> None:
     artifacts = [write_artifact(tmp_path / version, version, delay_s=0.002) for version in ("v1", "v2")]
     link = tmp_path / "current"
@@ -84,6 +85,7 @@ def test_a_folder_that_is_replaced_is_taken_up(tmp_path: Path) -> None:
     assert load.failures == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_end_answers_what_is_under_way(tmp_path: Path, number: signal.Signals) -> None:
     held_by = tmp_path / "scored"

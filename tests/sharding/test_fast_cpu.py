@@ -96,6 +96,7 @@ def _losses(run_dir: Path) -> list[float]:
     return [line["logloss"] for line in lines if line["kind"] == "train"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.campaign), 2])
 def test_a_job_learns_the_same_with_and_without_the_replacements(
     ranks: RankPool, prepared_clicks: str, tmp_path: Path, num_ranks: int

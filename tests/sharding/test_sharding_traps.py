@@ -102,6 +102,7 @@ def model_logits(rank: int, config: ModelConfig, kinds: list[str]) -> tuple[list
     return sharded.module.get_submodule(path)(features).keys(), torch.cat(parts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "config",
     [

@@ -158,6 +158,7 @@ def test_adam_is_torchs_on_touched_rows_for_every_sharding_type(
     assert distance < 1e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("config", "l2", "make"),
     [
@@ -192,6 +193,7 @@ def test_decay_l2_and_clipping_are_torchs_on_touched_rows(
     assert furthest(expected, ranks.run(2, trained, plain, tables)[0]) > 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "ranks_used"),
     [

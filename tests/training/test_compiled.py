@@ -58,6 +58,7 @@ def test_compiled_layers_train_to_the_same_losses_under_torchrecs_pipeline(
         assert losses == pytest.approx(expected, abs=TOLERANCE)
 
 
+@pytest.mark.long
 def test_without_a_compiler_layers_run_as_they_are_and_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

@@ -82,6 +82,7 @@ def test_a_finished_run_refuses_other_rates_and_nothing_of_it_changes(
     assert mentions((finished / "train.log").read_text(), "ignores trainer.max_steps=2")
 
 
+@pytest.mark.long
 def test_a_resumed_run_says_from_where_and_with_what_else_it_goes_on(
     ranks: RankPool, prepared_clicks: str, tmp_path: Path
 ) -> None:
@@ -117,6 +118,7 @@ def test_what_changes_no_result_is_no_difference(prepared_clicks: str, finished:
     assert mentions(describe_differences(found)[0], "optimizer.key_8=8 2 more")
 
 
+@pytest.mark.long
 def test_ctrl_c_saves_the_next_step_and_says_what_there_is(prepared_clicks: str, tmp_path: Path) -> None:
     words = _job(prepared_clicks, tmp_path / "run", "trainer.epochs=9", "trainer.log_every_steps=1")
     process = WarmCommand("pipeline train", words)
@@ -141,6 +143,7 @@ def test_ctrl_c_before_the_first_step_says_that_nothing_is_saved(prepared_clicks
     assert "Traceback" not in rest and mentions(rest, f"nothing saved {tmp_path}/run/checkpoints from the beginning")
 
 
+@pytest.mark.long
 def test_steps_are_signed_and_only_what_a_key_vouches_for_is_resumed(
     ranks: RankPool, prepared_clicks: str, tmp_path: Path
 ) -> None:

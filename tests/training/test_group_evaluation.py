@@ -169,6 +169,7 @@ def test_an_unknown_feature_is_refused(ranks: RankPool, trained: TrainSummary, w
     assert mentions(error, f"{key} {rest.strip('[]').replace(':', '*').rpartition('*')[2]} item kind")
 
 
+@pytest.mark.long
 def test_a_file_of_rows_appears_complete_and_replaces_only_its_own(
     ranks: RankPool, trained: TrainSummary, tmp_path: Path
 ) -> None:

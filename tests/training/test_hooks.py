@@ -110,6 +110,7 @@ def _plain(rank: int, folder: str, nan_steps: tuple[int, ...]) -> tuple[str, int
     return found, result.step
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("nan_steps", [(6, 7, 8), pytest.param((), marks=pytest.mark.campaign)])
 def test_a_task_without_our_base_class_trains_and_rolls_back_to_the_same_bits(
     ranks: RankPool, tmp_path: Path, nan_steps: tuple[int, ...]

@@ -59,6 +59,7 @@ def _both(ranks: RankPool, folder: Path, *arguments: Any, fit: Callable[..., Any
     return tuple(runs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("sparse", "dense"), [("rowwise_adagrad", "adam"), ("sgd", "sgd"), ("adagrad", "adagrad")])
 def test_skipped_steps_change_no_bit(ranks: RankPool, tmp_path: Path, sparse: str, dense: str) -> None:
     """The first step is one of them: DDP has not seen the static graph of a step by then."""
@@ -77,6 +78,7 @@ def test_a_run_stops_at_the_step_of_the_bad_loss_and_names_its_rows(ranks: RankP
     assert late[0][0][0] == "NonFiniteLossError" and "after step 6" in late[0][0][1] and late[2] == ["step_00000004"]
 
 
+@pytest.mark.long
 def test_a_rollback_goes_back_past_the_same_batches(ranks: RankPool, tmp_path: Path) -> None:
     now, late = _both(ranks, tmp_path, ROLLBACK, 4, None, (5, 6, 7))
     assert now == late and late[0][0][1] == 8  # of 12 steps 4 are left out

@@ -259,6 +259,7 @@ def test_resume_from_a_checkpoint_is_bitwise(ranks: RankPool, tmp_path: Path, sp
     assert difference(straight, ranks.run(2, resume, str(tmp_path / "step"), KINDS, config)[0]) == 0.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sparse",
     [

@@ -79,6 +79,7 @@ def fit(rank: int, folder: str, config: TrainerConfig, plateau: PlateauConfig) -
     return digest(model), [{"name": group["name"], "lr": group["lr"]} for group in optimizer.param_groups]
 
 
+@pytest.mark.long
 def test_a_resumed_run_goes_on_with_its_count_and_rates_bit_for_bit(ranks: RankPool, tmp_path: Path) -> None:
     """Evaluations at steps 2, 4, ... 12: each after the first is no better, so rates fall at 4, 6, 8 and 10."""
     config = replace(CONFIG, evaluate_every_steps=2)

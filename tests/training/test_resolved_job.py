@@ -60,6 +60,7 @@ def _train_and_evaluate(rank: int, words: list[str], folder: str) -> tuple[int, 
     return trained, job_to_yaml(job) == before, len(calls) - trained
 
 
+@pytest.mark.long
 def test_a_training_resolves_its_tables_once_and_does_not_change_its_job(
     ranks: RankPool, prepared_clicks: str, tmp_path: Path
 ) -> None:
@@ -80,6 +81,7 @@ def test_a_plan_resolves_its_tables_once_and_does_not_change_its_job(
     assert "head_rows: auto" in before
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_takes_up_its_plan_unless_the_planners_settings_changed(tmp_path: Path) -> None:
     words = ["experiment=quickstart", "hardware=cpu", f"run_dir={tmp_path}"]
     job = load_config(TrainJob, [*words, "planner=torchrec"])

@@ -101,6 +101,7 @@ def test_the_same_seed_gives_the_same_weights_bit_for_bit(
     assert _files(other.checkpoint) != _files(half)
 
 
+@pytest.mark.long
 def test_a_stopped_run_goes_on_where_it_was_and_ends_the_same(
     ranks: RankPool, prepared_clicks: str, trained: TrainSummary, tmp_path: Path
 ) -> None:
@@ -267,6 +268,7 @@ def test_any_step_and_split_can_be_evaluated(ranks: RankPool, trained: TrainSumm
     assert late.metrics["ne"] < early.metrics["ne"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -284,6 +286,7 @@ def test_a_run_folder_of_another_job_is_refused_and_kept(
     assert list_steps(f"{trained.run_dir}/checkpoints") == [40, 80, STEPS]
 
 
+@pytest.mark.long
 def test_running_a_finished_run_again_tells_its_last_metrics(
     ranks: RankPool, prepared_clicks: str, tmp_path: Path
 ) -> None:
@@ -331,6 +334,7 @@ def test_evaluating_what_is_no_run_or_no_step_says_so(ranks: RankPool, trained: 
         ranks.run(1, evaluate_on_rank, [f"run={trained.run_dir}", "step=41"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.campaign)])
 def test_the_command_line_trains_on_ranks_without_noise(prepared_clicks: str, tmp_path: Path, num_ranks: int) -> None:
     overrides = _job(prepared_clicks, tmp_path / "run", "trainer.max_steps=10", "comms=fp16")
@@ -352,6 +356,7 @@ def test_a_wrong_run_on_ranks_prints_one_error_and_no_traceback(prepared_clicks:
     assert "Traceback" not in finished.stderr
 
 
+@pytest.mark.long
 def test_sigterm_saves_at_the_next_step_and_the_same_command_goes_on(
     prepared_clicks: str, trained: TrainSummary, ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -82,6 +82,7 @@ def test_evaluating_and_saving_along_the_way_change_no_weight(ranks: RankPool, p
     assert result.metrics["num_samples"] == STEPS_PER_EPOCH * 32
 
 
+@pytest.mark.long
 def test_a_run_cut_in_two_ends_where_the_uninterrupted_one_does(ranks: RankPool, plain: str, tmp_path: Path) -> None:
     for max_steps in (4, 8):  # within an epoch, and across its end
         ranks.run(2, fit_drawn, 2, str(tmp_path / "cut"), replace(CONFIG, max_steps=max_steps))
@@ -143,6 +144,7 @@ def _accumulated_and_reference(
     return [accumulated, full_state(model)]
 
 
+@pytest.mark.long
 def test_non_finite_steps_are_skipped_on_all_ranks_or_stop_the_run(
     ranks_each_way: RankPool, plain: str, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def test_an_average_equals_its_formula(
     assert torch.equal(layer, steps[-1].float())
 
 
+@pytest.mark.long
 def test_the_average_is_saved_evaluated_and_exported_and_training_is_unchanged(
     ranks: RankPool, words: list[str], tmp_path: Path
 ) -> None:
@@ -115,6 +116,7 @@ def test_the_average_is_saved_evaluated_and_exported_and_training_is_unchanged(
     assert not held & {one.numpy().tobytes() for one in _trained(averaged, STEPS) if one.dim() == 2}
 
 
+@pytest.mark.long
 def test_a_resumed_run_is_equal_bit_for_bit_and_a_run_may_stop_averaging(
     ranks: RankPool, words: list[str], tmp_path: Path
 ) -> None:

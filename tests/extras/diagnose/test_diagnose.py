@@ -55,6 +55,7 @@ def first(key: str) -> Fault:
     return next(fault for fault in FAULTS if fault.key == key)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", [first(key) for key in IN_DATA], ids=lambda fault: fault.key)
 def test_a_fault_in_the_data_is_found_first(tmp_path: Path, fault: Fault) -> None:
     prepared(fault, tmp_path)

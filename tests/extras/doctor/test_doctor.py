@@ -20,6 +20,7 @@ from tests.support.messages import mentions
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "asked", [["lookup_cpu"], pytest.param(["lookup_cpu", "all_to_all_gloo"], marks=pytest.mark.campaign)]
 )
@@ -251,6 +252,7 @@ def test_it_explains_itself_and_takes_no_words(
     assert stop.value.code == 2 and "run=x" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_compiler_that_does_not_work_is_reported_and_is_not_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine has no GPU, so the probe of torch.compile on one fails."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -71,6 +71,7 @@ def test_training_does_not_notice_that_empty_bags_are_left_out(ranks: RankPool) 
     assert 1e-6 < fp16_on_the_wire < 1e-2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["table_row_wise", "grid_shard"])
 def test_hosts_of_two_ranks_do_not_notice_that_empty_bags_are_left_out(ranks: RankPool, kind: str) -> None:
     """TorchRec has had grid_shard's part of it since 1.9."""

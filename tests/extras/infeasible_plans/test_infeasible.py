@@ -115,6 +115,7 @@ CASES: list[tuple[Callable[[], PlanRequest], list[str], list[str]]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "missing", "offered"),
     [

@@ -71,6 +71,7 @@ def _truth() -> np.ndarray:
     return np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
 
 
+@pytest.mark.long
 def test_planted_classes_are_learnt_on_two_ranks_and_served(ranks: RankPool, tmp_path: Path) -> None:
     random, truth = np.random.default_rng(0), _truth()
     items = random.integers(0, NUM_ITEMS, 8000)

@@ -38,6 +38,7 @@ def _served(run: Path, folder: Path) -> np.ndarray:
     return np.log(scores / (1 - scores))
 
 
+@pytest.mark.long
 def test_planted_places_are_removed_from_the_scores_that_are_served(ranks: RankPool, tmp_path: Path) -> None:
     folder = prepared(tmp_path)
     biased = ["trainer.loss.position=place", "trainer.loss.num_positions=6"]

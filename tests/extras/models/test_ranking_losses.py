@@ -88,6 +88,7 @@ def _confounded() -> tuple[np.ndarray, torch.Tensor, Batch]:
     return items, torch.from_numpy(shown.reshape(-1)), _batch(values, torch.ones_like(values), groups)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [None, *RANKINGS])
 def test_ranking_finds_planted_values_of_items_where_lists_differ(kind: str | None) -> None:
     truth, shown, batch = _confounded()
@@ -145,6 +146,7 @@ def test_the_step_of_a_loss_that_reads_groups_and_columns_can_be_predicted() -> 
     assert {"addmm", "softplus"} <= {operation.name for operation in part.operations}
 
 
+@pytest.mark.long
 def test_a_run_is_the_same_on_two_ranks_and_resumes_bit_for_bit(ranks: RankPool, tmp_path: Path) -> None:
     folder = prepared(tmp_path)
     ranked = [

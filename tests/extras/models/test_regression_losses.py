@@ -56,6 +56,7 @@ def test_bad_settings_are_refused(kind: str, loss: dict[str, object], told: str)
         LabelConfig(kind, loss=loss)
 
 
+@pytest.mark.long
 def test_a_run_finds_a_planted_quantile_and_is_measured_by_its_loss(ranks: RankPool, tmp_path: Path) -> None:
     of_label = ["data.columns.label=seconds", "optimizer.dense.lr=0.3", "optimizer.sparse.lr=0.3", "trainer.epochs=3"]
     quantile = ", loss: {kind: quantile, at: 0.8}"

@@ -100,6 +100,7 @@ def test_a_model_of_several_labels_refuses_the_keys() -> None:
         make_task(small("mmoe"), torch.nn.Identity(), [], loss=LossConfig(pos_weight=3.0))
 
 
+@pytest.mark.long
 def test_a_changed_loss_resumes_bit_for_bit_and_is_not_measured(
     ranks: RankPool, prepared_clicks: str, tmp_path: Path
 ) -> None:

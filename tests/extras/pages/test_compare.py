@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from pipeline.extras.pages.compare import compare
 from pipeline.planner.plan_record import PlanDescription
 from tests.planner.plans import drawn_plan
@@ -41,6 +43,7 @@ def test_equal_plans_have_nothing_to_tell() -> None:
     assert "0 of 6 tables moved" in text and "every rank has the same load" in text and "GiB" not in text
 
 
+@pytest.mark.long
 def test_plans_for_other_jobs_say_so_and_are_compared_as_far_as_they_go() -> None:
     two, _ = drawn_plan(6, 2)
     eight, _ = drawn_plan(8, 8)

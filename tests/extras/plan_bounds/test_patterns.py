@@ -38,6 +38,7 @@ def highest_proven(problem: SearchProblem, objective: str, optimum: float) -> fl
     return proven
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("seed", seeds(2, 80))
 def test_nothing_above_the_best_plan_is_ever_proven(seed: int, objective: str) -> None:

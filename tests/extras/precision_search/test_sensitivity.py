@@ -26,6 +26,7 @@ def of_small_run(small_run: Path, tmp_path: Path) -> Iterator[Reference]:
         yield make_reference(step, read_samples(job, step), writer.scratch)
 
 
+@pytest.mark.long
 def test_a_tables_loss_is_that_of_the_first_rows_and_no_mix_is_measured_twice(
     of_small_run: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,6 +49,7 @@ def test_a_tables_loss_is_that_of_the_first_rows_and_no_mix_is_measured_twice(
     assert parities[0].max_score_difference == 0 < parities[1].max_score_difference
 
 
+@pytest.mark.long
 def test_other_rows_decide_than_those_that_choose_with_a_standard_error(of_small_run: Reference) -> None:
     whole = of_small_run.scores[SPLIT]
     halves = [of_small_run.of_batches(SPLIT, slice(first, None, 2)) for first in (0, 1)]

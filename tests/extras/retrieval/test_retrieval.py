@@ -183,6 +183,7 @@ def test_what_cannot_be_asked_is_said_and_pages_and_metrics_speak_of_items(serve
     assert server.metric("retrieved_items_total") == before + 6
 
 
+@pytest.mark.long
 def test_another_artifact_is_taken_up_without_a_lost_request(
     exported: ExportSummary, hnsw: ExportSummary, tmp_path: Path
 ) -> None:

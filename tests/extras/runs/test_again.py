@@ -32,6 +32,7 @@ def _differing(a: Path, b: Path, step: int) -> list[str]:
     return [key for key, value in first.items() if not torch.equal(value, second[key])]
 
 
+@pytest.mark.long
 def test_a_run_is_trained_again_from_a_copy_of_its_folder(
     small_run: Path, prepared_clicks: str, ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def _is_increasing(curves: Curves, logits: Floats) -> bool:
     return bool((np.diff(curves(wide)) > 0).all())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "bend"),
     [
@@ -131,6 +132,7 @@ def rows(prepared_clicks: str) -> pa.Table:
     return raw_rows(Path(prepared_clicks).parent / "clicks.tsv", 700)
 
 
+@pytest.mark.long
 def test_a_delta_refits_as_an_export_of_its_step_bit_for_bit(
     calibrated: str, small_run: Path, rows: pa.Table, tmp_path: Path
 ) -> None:

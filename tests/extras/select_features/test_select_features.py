@@ -60,6 +60,7 @@ def run(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.long
 def test_noise_is_left_out_and_the_rest_is_trained_again(ranks: RankPool, run: Path) -> None:
     words = [f"run={run}", "drop=2", "rows=1000"]
     text, _ = ranks.run(2, select_on_rank, words)

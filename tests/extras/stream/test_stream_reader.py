@@ -195,6 +195,7 @@ def _read_on_ranks(rank: int, prepared: str, folder: str, run: str, place: Any) 
     return found, place, len(until_the_end(reader.batches(0, 2)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.campaign)])
 def test_ranks_train_on_the_batches_that_one_rank_would(
     ranks: RankPool, prepared_clicks: str, clicks: tuple[DataConfig, list[bytes]], tmp_path: Path, world_size: int

@@ -188,6 +188,7 @@ def test_importance_tells_a_knob_that_matters_from_one_that_does_not(tmp_path: P
     assert importance(_played(f"{tmp_path}/few", replace(config, trials=3), lambda point, rung: point["lr"])) == {}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("warm")
 def test_a_sweep_trains_ordinary_runs_and_goes_on_where_it_was(prepared_clicks: str, tmp_path: Path) -> None:
     words = [

@@ -46,6 +46,7 @@ def _vectors(rows: pa.Table) -> np.ndarray:
     return np.stack(rows["vector"].to_numpy()).view(np.uint32)
 
 
+@pytest.mark.long
 def test_frozen_rows_start_from_another_runs_export_and_keep_every_bit(
     ranks: RankPool, prepared_clicks: str, small_run: Path, tmp_path: Path
 ) -> None:

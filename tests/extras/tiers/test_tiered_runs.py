@@ -68,6 +68,7 @@ def values(folder: str | Path) -> dict[str, int]:
     }
 
 
+@pytest.mark.long
 def test_tiers_and_memory_give_the_same_checkpoint_and_take_turns(
     ranks: RankPool, prepared_clicks: str, tmp_path: Path
 ) -> None:

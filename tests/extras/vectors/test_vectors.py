@@ -96,6 +96,7 @@ def test_vectors_add_the_known_lift_to_rare_items(ranks: RankPool, planted: tupl
     assert lifts["ids"] < 0.7 and lifts["vectors"] > 0.93
 
 
+@pytest.mark.long
 def test_a_run_resumes_on_other_ranks_with_the_same_vectors_and_is_exported(
     ranks: RankPool, planted: tuple[Path, float], tmp_path: Path
 ) -> None:
