@@ -20,6 +20,8 @@ from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.table import Table
 from pipeline.embeddings.tables import resolve_tables
+from pipeline.extras.models.histories import HistoryConfig
+from pipeline.extras.models.sequence_encoders import SequenceEncodersConfig
 from pipeline.models.build import build_model
 from pipeline.models.tasks.task import TaskModel, make_task
 from pipeline.runtime.process.distributed import DistributedContext
@@ -50,12 +52,13 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "finalnet": [{"second_layer_sizes": [], "combine": "sum", "feature_gates": False}],
     "finalmlp": [{"first_context": ["user_id"], "second_context": ["item_id", "hour"], "dense_features": "values"}],
 }
+HISTORY_MODELS = (HistoryConfig, SequenceEncodersConfig)  # of sequences: tests/extras/models
 CLICK_MODELS = [
     kind
     for kind, config in components("model").items()
     if config.__module__.startswith("pipeline.")
     and config().task in ("click", "distilled_streams")
-    and not config().sequence_inputs
+    and not issubclass(config, HISTORY_MODELS)
 ]
 
 

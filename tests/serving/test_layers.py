@@ -25,6 +25,7 @@ from pipeline.serving.artifact.dense_export import (
 )
 from pipeline.serving.scoring import dense_program
 from pipeline.serving.scoring.dense_program import load_program
+from tests.models.every_model import HISTORY_MODELS
 from tests.runtime.test_signature import make_keys
 from tests.support.messages import names
 
@@ -41,7 +42,7 @@ LARGEST = {"fp32": 1e-6, "bf16": 0.05, "int8": 0.1}
 SCORING = [
     kind
     for kind, config in components("model").items()
-    if kind != "two_tower" and not config().learns_all and not config().sequence_inputs
+    if kind != "two_tower" and not config().learns_all and not issubclass(config, HISTORY_MODELS)
 ]
 # In fp32 tests/models/test_every_model.py and test_build.py export each of them by default.
 CASES = [

@@ -73,17 +73,24 @@ class HistoryConfig(LayersConfig):
 
     def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
         from pipeline.embeddings.collection import build_embeddings
-        from pipeline.extras.models.layers.history import HistoryInputs, HistoryModel
+        from pipeline.extras.models.layers.history import HistoryModel
         from pipeline.models.layers.mlp import MLP
 
-        dims = dims_of_features(tables)
-        others = [name for name in dims if name not in self.sequences]
-        inputs = HistoryInputs(self.sequences, self.targets, others, dims)
-        positions = next(each for table in tables for each in table.positions if each.feature == self.sequences[0])
-        encoder, width = self.build_encoder(inputs, positions.num_positions)
+        others = [name for name in dims_of_features(tables) if name not in self.sequences]
+        inputs, encoder, width = self.build_history(tables, others)
         width += inputs.other_width + num_dense_features
         layers = MLP(width, self.hidden_layer_sizes, self.layer_settings, out_features=1)
         return HistoryModel(build_embeddings(tables), inputs, encoder, layers)
+
+    def build_history(self, tables: list[Table], others: list[str]) -> tuple[HistoryInputs, nn.Module, int]:
+        """Return the encoder's inputs with the features `others`, the encoder, and its output
+        width.
+        """
+        from pipeline.extras.models.layers.history import HistoryInputs
+
+        inputs = HistoryInputs(self.sequences, self.targets, others, dims_of_features(tables))
+        positions = next(each for table in tables for each in table.positions if each.feature == self.sequences[0])
+        return inputs, *self.build_encoder(inputs, positions.num_positions)
 
     def build_encoder(self, inputs: HistoryInputs, num_positions: int) -> tuple[nn.Module, int]:
         """Return a module and its output width.

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from pipeline.config.tables import table_name
 from pipeline.embeddings.table import COUNT_COLUMNS, COUNT_UNIT
 
 
@@ -53,11 +54,12 @@ class HistoryInputs(nn.Module):
         counts = blocks[0][:, -COUNT_COLUMNS:].to(torch.int64)
         count = counts[:, :1] * COUNT_UNIT + counts[:, 1:]
         mask = torch.arange(rows[0].shape[1], device=count.device) < count
+        target = torch.cat([columns[name] for name in self.targets], dim=1)
         return History(
-            torch.cat([columns[name] for name in self.targets], dim=1),
+            target,
             rows[0] if len(rows) == 1 else torch.cat(rows, dim=2),
             mask,
-            torch.cat([columns[name] for name in self.others], dim=1),
+            torch.cat([columns[name] for name in self.others], dim=1) if self.others else target[:, :0],
         )
 
 
@@ -77,6 +79,42 @@ class HistoryModel(nn.Module):
         history = self.inputs(self.embedding_bag_collection(sparse_features))
         interest = self.encoder(history.target, history.rows, history.mask)
         logits: torch.Tensor = self.layers(torch.cat([dense_features, history.others, interest], dim=1))
+        return logits
+
+
+class Encoders(nn.Module):
+    """Map a KeyedTensor by feature to [B, W]: the features `others`, and the output of each
+    encoder. An encoder is given with its inputs, by name.
+    """
+
+    def __init__(self, encoders: dict[str, tuple[HistoryInputs, nn.Module]], others: Sequence[str]) -> None:
+        super().__init__()
+        self.others = list(others)
+        self.inputs = nn.ModuleList(inputs for inputs, _ in encoders.values())
+        self.encoders = nn.ModuleDict({table_name(name): encoder for name, (_, encoder) in encoders.items()})
+
+    def forward(self, pooled: KeyedTensor) -> torch.Tensor:
+        columns = pooled.to_dict()
+        parts = [columns[name] for name in self.others]
+        for inputs, encoder in zip(self.inputs, self.encoders.values(), strict=True):
+            history = inputs(pooled)
+            parts.append(encoder(history.target, history.rows, history.mask))
+        return torch.cat(parts, dim=1)
+
+
+class SeveralHistories(nn.Module):
+    """Compute forward(dense_features [B, num_dense], sparse_features) -> logits [B, 1].
+
+    `encoders` is one module, because TorchRec's pipeline traces the model, but not its parts.
+    """
+
+    def __init__(self, embeddings: nn.Module, encoders: Encoders, layers: nn.Module) -> None:
+        super().__init__()
+        self.embedding_bag_collection, self.encoders, self.layers = embeddings, encoders, layers
+
+    def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
+        inputs = self.encoders(self.embedding_bag_collection(sparse_features))
+        logits: torch.Tensor = self.layers(torch.cat([dense_features, inputs], dim=1))
         return logits
 
 
