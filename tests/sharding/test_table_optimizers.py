@@ -229,6 +229,30 @@ def test_replicated_tables_follow_the_same_rule_without_our_kernels(ranks: RankP
         assert furthest(by_torch, by_kernel) < 1e-5
 
 
+def after_infinite_gradients(rank: int, names: list[str]) -> list[bool]:
+    """Whether each optimizer leaves rows that are not finite, as FBGEMM's does, for a report to find."""
+    found = []
+    for name in names:
+        model = TinyModel([TinyTable("a"), TinyTable("b", "data_parallel")])
+        sparse = SparseOptimizerConfig(name, lr=0.1)
+        apply_sparse_optimizer(model, sparse, {})
+        plan = plan_of(model, [TinyTable("a"), TinyTable("b", "data_parallel")], 0)
+        sharded = shard_model(model, plan, CommsConfig(), context(rank), seed=SEED)
+        optimizer = build_optimizer(sharded, OptimizerConfig(sparse, DENSE))
+        for features, labels in batches([TinyTable("a"), TinyTable("b", "data_parallel")], 2):
+            optimizer.zero_grad()
+            (sharded(features, labels)[0] * float("inf")).backward()
+            optimizer.step()
+        tables = [value for key, value in full_weights(sharded).items() if key.startswith(COLLECTION)]
+        found.append(not any(torch.isfinite(table).all() for table in tables))
+    return found
+
+
+def test_infinite_gradients_end_in_numbers_that_are_not_finite_and_in_no_error(ranks: RankPool) -> None:
+    names = ["sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam"]
+    assert ranks.run(1, after_infinite_gradients, names)[0] == [True] * len(names)
+
+
 @pytest.mark.parametrize("name", ["adam", pytest.param("partial_rowwise_adam", marks=pytest.mark.campaign)])
 def test_fp16_tables_train_by_adam_to_within_their_rounding(ranks: RankPool, name: str) -> None:
     config = SparseOptimizerConfig(name, lr=0.01, weight_decay=0.1)

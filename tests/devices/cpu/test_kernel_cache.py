@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.container import as_container
 from pipeline.devices.cpu import process as kernel_cache
+from pipeline.devices.cpu.kernels.parts import remove_stale_kernels
 from pipeline.devices.cpu.process import KERNEL_CACHE, OTHER_CACHES, find_kernel_cache, find_other_caches
 
 
@@ -75,6 +76,16 @@ def test_kernels_of_another_user_are_not_used(tmp_path: Path, monkeypatch: pytes
     _writable(monkeypatch, shared)
     find_kernel_cache()
     assert os.environ[KERNEL_CACHE] == str(taken) and not list(taken.iterdir())
+
+
+def test_kernels_older_than_the_parts_that_they_inline_are_compiled_again(tmp_path: Path) -> None:
+    (tmp_path / "room" / "__pycache__").mkdir(parents=True)
+    old, new = (tmp_path / "room" / "__pycache__" / f"{name}.nbi" for name in ("old", "new"))
+    for index in (old, new):
+        index.touch()
+    os.utime(old, (1, 1))
+    remove_stale_kernels(tmp_path)
+    assert not old.exists() and new.exists()
 
 
 @pytest.mark.campaign

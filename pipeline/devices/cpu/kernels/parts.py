@@ -5,12 +5,15 @@ A compiled function calls a part for each row or number. Python never calls a pa
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from numba import njit
 
+import pipeline
 from pipeline.devices.cpu.kernels.llvm_intrinsics import (
     LANES,
     add_row_1,
@@ -38,8 +41,24 @@ def part(*, fastmath: bool = False) -> Callable[[Kernel], Kernel]:
     of the time of a table update.
     """
     settings: dict[str, Any] = {"nogil": True, "cache": True, "forceinline": True, "_nrt": False, "fastmath": fastmath}
+    settings["error_model"] = "numpy"  # x / 0 is inf or NaN, as for FBGEMM; Numba would raise ZeroDivisionError
     compiled: Callable[[Kernel], Kernel] = njit(**settings, **NO_WRAPPERS)
     return compiled
+
+
+def remove_stale_kernels(package: Path) -> None:
+    """Let kernels be compiled again that inline a part of a source that has changed since.
+
+    Numba compares a compiled kernel with the file of the kernel alone.
+    """
+    changed = max(source.stat().st_mtime_ns for source in Path(__file__).parent.glob("*.py"))
+    for index in package.rglob("__pycache__/*.nbi"):
+        with contextlib.suppress(OSError):  # another process removed it, or nobody may
+            if index.stat().st_mtime_ns < changed:
+                index.unlink()
+
+
+remove_stale_kernels(Path(pipeline.__path__[0]))
 
 
 @part()

@@ -305,10 +305,12 @@ def update_tables(  # type: ignore[no-untyped-def]
 
 @part()
 def _has_bits(bits, begin, end):  # type: ignore[no-untyped-def]
-    """Return whether any of the numbers begin..end is not zero. `bits` holds the numbers as integers."""
+    """Return whether any of the numbers begin..end is not zero. `bits` holds the numbers as integers,
+    because comparisons by fastmath may take NaN for 0.
+    """
     found = np.uint32(0)
     for k in range(begin, end):
-        found |= bits[k]
+        found |= np.uint32(bits[k] << np.uint32(1))  # without the sign: -0 is 0
     return found != np.uint32(0)
 
 
@@ -340,7 +342,7 @@ def update_rows(  # type: ignore[no-untyped-def]
                 square += count * square_dim
                 continue
             for _ in range(count):
-                if every[table] or largest_size(gradient, begin, begin + dim) != np.float32(0):
+                if every[table] or _has_bits(bits, begin, begin + dim):
                     for k in range(dim):
                         row_gradient[k] = gradient[begin + k]
                     clip(row_gradient, U(0), dim, numbers[MOST], numbers[NORM])
