@@ -26,7 +26,8 @@ LAYOUTS = [("data_parallel", "dense"), *((KINDS[i % 5], KERNELS[i % 3]) for i in
 CLICKS = ["dlrm", "dlrm_dcn", "dcn", "dcnv2", "gdcn", "deepfm", "simple_deepfm", "xdeepfm", "autoint", "masknet", "finalmlp",
           "finalnet", "wukong", "wide_deep", "fm", "logistic_regression"]  # fmt: skip
 USER_ITEM = ["user_item_mf", "user_item_ncf", "user_item_two_tower"]
-LABELS = ["conversions_shared_bottom", "conversions_mmoe", "conversions_ple", "conversions_esmm"]
+LABELS = ["conversions_shared_bottom", "conversions_mmoe", "conversions_ple", "conversions_dbmtl", "conversions_pepnet",
+          "conversions_esmm"]  # fmt: skip
 SEQUENCES = ["histories_din", "histories_bst", "histories_hstu", "histories_encoders"]
 TABLES = {
     "quickstart": [f"cat_{number}" for number in range(26)],

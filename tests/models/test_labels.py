@@ -63,7 +63,11 @@ def labelled(rows: Batch, targets: list[Target]) -> Batch:
     return replace(rows, labels=labels, sample_weights=weights, present=torch.ones(len(ids), dtype=torch.bool))
 
 
+SETTINGS = {"pepnet": {"domain_features": ["hour"], "prior_features": ["user_id", "item_id"]}}
+
+
 def make(kind: str, **settings: Any) -> TaskModel:
+    settings = {**SETTINGS.get(kind, {}), **settings}
     config, tables, targets = small(kind, **settings), tables_of(DATA["both"][0]), targets_for(kind)
     model = build_model(config, tables, DATA["both"][1], targets=targets)
     return make_task(config, model, tables, targets)
@@ -209,7 +213,11 @@ def test_scores_are_probabilities_values_and_expected_buckets() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "ple" else pytest.mark.campaign) for kind in TOWER_MODELS]
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind in ("ple", "dbmtl", "pepnet") else pytest.mark.campaign)
+        for kind in TOWER_MODELS
+    ],
 )
 def test_towers_learn_and_are_exported_as_they_are_evaluated(kind: str) -> None:
     task, targets = materialize(make(kind, towers={"click": [7]})), targets_for(kind)
@@ -265,7 +273,7 @@ def _steps(rank: int, kind: str) -> list[torch.Tensor]:
     return [weight.detach().clone() for name, weight in sorted(model.named_parameters()) if "embedding" not in name]
 
 
-@pytest.mark.parametrize("kind", ["ple"])
+@pytest.mark.parametrize("kind", ["ple", "dbmtl", "pepnet"])
 def test_a_step_is_the_same_on_one_rank_and_two_with_learnt_weights(ranks: RankPool, kind: str) -> None:
     (one,), (two, _) = ranks.run(1, _steps, kind), ranks.run(2, _steps, kind)
     assert len(one) == len(two) > 10

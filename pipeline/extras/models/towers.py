@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeline.data.targets import Target
+    from pipeline.models.layers.features import FeatureInputs
 
 
 @dataclass
@@ -48,18 +49,27 @@ class TowersConfig(VectorsConfig):
 
     def build_for(self, tables: list[Table], num_dense_features: int, targets: list[Target]) -> nn.Module:
         from pipeline.embeddings.collection import build_embeddings
-        from pipeline.extras.models.layers.towers import Towers
         from pipeline.models.layers.features import FeatureInputs, RowsModel
 
         self.check_targets(targets)
-        targets = heads_of(targets)
         dims = dims_of_features(tables)
         dim = next(iter(dims.values()), DIM_WITHOUT_TABLES)
         inputs = FeatureInputs(len(dims), num_dense_features, dim, self.dense_features == "vectors")
-        body, width = self.build_body(inputs.width, targets)
-        sizes = [self.towers.get(target.name, self.tower_layer_sizes) for target in targets]
-        towers = Towers(inputs, body, width, targets, sizes, self.layer_settings)
+        towers = self.build_towers(inputs, list(dims), dim, heads_of(targets))
         return RowsModel(build_embeddings(tables), list(dims), dim, towers)
+
+    def build_towers(self, inputs: FeatureInputs, names: list[str], dim: int, targets: list[Target]) -> nn.Module:
+        """Return a module: (dense [B, num_dense], rows [B, F, dim] of the features `names`) ->
+        [B, sum of the targets' widths].
+        """
+        from pipeline.extras.models.layers.towers import Towers
+
+        body, width = self.build_body(inputs.width, targets)
+        return Towers(inputs, body, width, targets, [self.sizes_of(each) for each in targets], self.layer_settings)
+
+    def sizes_of(self, target: Target) -> list[int]:
+        """Return the hidden layers of the label's tower."""
+        return self.towers.get(target.name, self.tower_layer_sizes)
 
     def check_targets(self, targets: list[Target]) -> None:
         """Raise ConfigError if the model cannot learn these labels."""
