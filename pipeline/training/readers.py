@@ -12,9 +12,10 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 
 from pipeline import devices
+from pipeline.config.registry import find
 from pipeline.config.training import TrainerConfig
 from pipeline.data.dataset import check_group
-from pipeline.data.read.batch import Batch
+from pipeline.data.read.batch import Batch, ExtraRows
 from pipeline.data.read.batches import BatchReader
 from pipeline.data.read.endless import EndOfInputError, InputPausedError
 from pipeline.data.read.reader import ShardReader
@@ -60,10 +61,24 @@ def open_reader(
         with_groups=not training or every_row or trainer.loss.ranking is not None,
         pin=pinned if devices.current().copies_batches else None,
         split_ids=IdSplitter(resolved.all_tables, skip_empty_bags=context.world_size > 1),
+        extra_rows=extra_rows_of(resolved, context.rank) if training and not every_row else None,
         targets=resolved.targets,
         aside=trainer.loss.columns,
         quarantine_path=f"{job.run_dir}/quarantine/{split}.rank{context.rank}.jsonl",
     )
+
+
+def extra_rows_of(resolved: ResolvedJob, rank: int) -> ExtraRows | None:
+    """Return the function by which the task of a model adds rows to training batches, None if it
+    adds none.
+
+    Only sparse_features gets the rows, so the model and the task must expect more rows there than
+    in dense_features and labels. All ranks must add equally many. The rows may depend on nothing
+    but the job, the rank, the epoch and the step, so that a resumed run reads the same batches.
+    """
+    task = find("task", resolved.job.model.task, f"task of model={resolved.job.model.kind}")
+    make: Callable[[ResolvedJob, int], ExtraRows | None] | None = getattr(task, "extra_rows", None)
+    return make(resolved, rank) if make else None
 
 
 def pinned(batch: Batch) -> Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -14,6 +15,8 @@ from torchrec.streamable import Pipelineable
 # Every rank must use the same dtype: ids with another dtype arrive as garbage without an error.
 ID_DTYPE = torch.int64
 LENGTH_DTYPE = torch.int32
+# (ids of a training batch, epoch, step) -> the ids with additional rows (training.readers.extra_rows_of)
+ExtraRows = Callable[[KeyedJaggedTensor, int, int], KeyedJaggedTensor]
 
 
 @dataclass
@@ -22,7 +25,8 @@ class Batch(Pipelineable):
 
     dense_features: [batch, num_dense] float32
     sparse_features: keys in the data set's order, int64 values, int32 lengths [num_features * batch];
-        float32 weights of all values if a feature of the data is weighted
+        float32 weights of all values if a feature of the data is weighted. A training batch may have
+        more rows here than elsewhere (ExtraRows)
     labels: [batch] float32; [batch, targets] for a job that learns several (data.targets)
     sample_weights: same shape as labels; 0 for rows that do not count: the padding of an evaluation
         batch, quarantined rows (dense 0, label 0, no ids), and rows that a label's mask excludes

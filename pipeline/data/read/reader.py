@@ -25,7 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from pipeline.config.data import ReaderConfig, check_batch_geometry
 from pipeline.data.dataset import Dataset, check_multi_hot, check_split
 from pipeline.data.read.assemble import BatchAssembler, Piece
-from pipeline.data.read.batch import Batch
+from pipeline.data.read.batch import Batch, ExtraRows
 from pipeline.data.read.decode import Block, Shards
 from pipeline.data.read.positions import batch_positions
 from pipeline.data.read.prefetch import Prefetcher
@@ -47,7 +47,8 @@ class ShardReader:
     ids, so all ranks have equal steps and batch sizes. multi_hot: feature -> ids per sample,
     sampled from the one-hot id (data.read.multi_hot). targets: the labels of batches, with their
     masks; None: the data set's main label. aside: the label columns in Batch.aside. split_ids: a
-    function applied to the ids of every batch (embeddings.id_splitter), on the prefetch thread. pin: copies a batch to pinned memory; called
+    function applied to the ids of every batch (embeddings.id_splitter), on the prefetch thread.
+    extra_rows: called before split_ids. pin: copies a batch to pinned memory; called
     on the threads that assemble batches. with_groups: batches have the groups of rows, if the data
     set has groups. config.shuffle=groups applies if drop_last; otherwise it is row_groups. quarantine_path: file of the rows that config.on_bad_rows=quarantine leaves out;
     None: only logged.
@@ -76,6 +77,7 @@ class ShardReader:
         pin: Callable[[Batch], Batch] | None = None,
         quarantine_path: str | None = None,
         split_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None = None,
+        extra_rows: ExtraRows | None = None,
         targets: Sequence[Target] | None = None,
         aside: Sequence[str] = (),
     ) -> None:
@@ -93,7 +95,7 @@ class ShardReader:
         # time that next() has waited, including the first batch of each epoch
         self.stall_seconds = 0.0
         self._seed = seed
-        self._pin, self._split_ids = pin, split_ids
+        self._pin, self._split_ids, self._extra_rows = pin, split_ids, extra_rows
         self.dataset_fingerprint = dataset.fingerprint()
         split_features: frozenset[str] = getattr(split_ids, "features", frozenset())
         self.plain_features = [name for name in dataset.sparse_feature_names if name not in split_features]
@@ -165,7 +167,7 @@ class ShardReader:
     def empty_batch(self) -> Batch:
         """Return a batch in which no row counts, for a rank that has nothing to read while other
         ranks continue."""
-        return self._split(self._assembler.assemble([], 1)[0])
+        return self._split(self._assembler.assemble([], 1)[0], 0, 0)
 
     def _add_stall(self, seconds: float) -> None:
         self.stall_seconds += seconds
@@ -189,20 +191,24 @@ class ShardReader:
                 num_steps = min(steps_at_once, self.steps_per_epoch - begin)
                 rows = num_steps * rows_per_stream
                 pieces = [piece for i, stream in enumerate(streams) for piece in stream.take(rows, i * rows)]
-                chunks.append(submit(self._assemble, pieces, num_steps))
+                chunks.append(submit(self._assemble, pieces, num_steps, epoch, begin))
                 if len(chunks) == self.config.decode_threads:
                     yield from chunks.popleft()()
             for chunk in chunks:
                 yield from chunk()
 
-    def _assemble(self, pieces: list[Piece], num_steps: int) -> list[Batch]:
-        batches = [self._split(batch) for batch in self._assembler.assemble(pieces, num_steps)]
+    def _assemble(self, pieces: list[Piece], num_steps: int, epoch: int, first_step: int) -> list[Batch]:
+        batches = self._assembler.assemble(pieces, num_steps)
+        batches = [self._split(batch, epoch, step) for step, batch in enumerate(batches, first_step)]
         return batches if self._pin is None else [self._pin(batch) for batch in batches]
 
-    def _split(self, batch: Batch) -> Batch:
-        if self._split_ids is None:
+    def _split(self, batch: Batch, epoch: int, step: int) -> Batch:
+        if self._split_ids is None and self._extra_rows is None:
             return batch
-        return replace(batch, sparse_features=self._split_ids(batch.sparse_features))
+        ids = batch.sparse_features
+        if self._extra_rows is not None:
+            ids = self._extra_rows(ids, epoch, step)
+        return replace(batch, sparse_features=ids if self._split_ids is None else self._split_ids(ids))
 
 
 def workers(num_threads: int, stack: ExitStack) -> Callable[..., Callable[[], Any]]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pipeline.config.model import LayersConfig, ModelConfig
 from pipeline.config.registry import register
 from pipeline.embeddings.table import Table
+from pipeline.extras.models.negatives import NegativesConfig
 from pipeline.extras.models.roles import check_features
 from pipeline.models.checks import check_layer_sizes, check_least_dim, check_one_dim, dims_of_features
 from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice
@@ -118,9 +119,10 @@ class TwoTowerConfig(LayersConfig):
 
     Clicked rows are the positives. `item_features[0]` names the item. Dense features are inputs of
     the user's tower, because they describe the request. A row's negatives are the items of all rows
-    of the global batch, on all ranks. `log_q_correction` subtracts each item's log frequency in the
-    training rows, because frequent items are frequent negatives. hard_negatives: how many
-    negatives, those with the highest scores, are used in a row's loss; None: all.
+    of the global batch, on all ranks, or items of the corpus (`negatives`). `log_q_correction`
+    subtracts each item's log frequency among them, because frequent items are frequent negatives.
+    hard_negatives: how many negatives, those with the highest scores, are used in a row's loss;
+    None: all.
     """
 
     kind: str = "two_tower"
@@ -131,6 +133,7 @@ class TwoTowerConfig(LayersConfig):
     temperature: float = 0.1
     normalize: bool = True
     log_q_correction: bool = True
+    negatives: NegativesConfig = field(default_factory=NegativesConfig)
     hard_negatives: int | None = None
     recall_at: list[int] = field(default_factory=lambda: [10, 100])
 
@@ -173,15 +176,7 @@ class TwoTowerConfig(LayersConfig):
                 f"tables.{table.config_name}.compression={table.compression.kind}, but model.item_features begins with {item!r}, "
                 "whose ids name the items of the catalogue; leave that table uncompressed, or name another feature first"
             )
-        if not self.log_q_correction:
-            return
-        if table.frequencies is None or not table.frequencies.by_row or len(table.feature_names) > 1:
-            raise ConfigError(
-                "model.log_q_correction needs the frequency of each item, and the data have none "
-                f"for {item!r}: "
-                "its ids must come from a vocabulary (ids.kind=vocabulary) and have a table of their own; "
-                "or set model.log_q_correction=false"
-            )
+        self.negatives.check_tables(item, tables, self.log_q_correction)
 
     def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
         from pipeline.embeddings.collection import build_embeddings

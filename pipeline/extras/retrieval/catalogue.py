@@ -13,18 +13,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipeline.checkpoint.vocabularies import read_values
 from pipeline.data.dataset import Dataset, weights_column
 from pipeline.data.raw.rows import open_source, parse_block
 from pipeline.data.raw.source import find_sources, unchanged
+from pipeline.extras.models.tasks.item_rows import last_rows, lists_of
 from pipeline.extras.retrieval.index import Vectors
 from pipeline.extras.retrieval.tower import Tower
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger
-from pipeline.runtime.storage import storage
 from pipeline.serving.artifact.manifest import RetrievalParts
 from pipeline.serving.artifact.quantize import KeptRows
 from pipeline.serving.artifact.raw_schema import RawFeature
@@ -111,38 +110,18 @@ def _from_dataset(
         return
     names = [feature.name for feature in features]
     columns = [*names, *(weights_column(feature.name) for feature in features if feature.weighted)]
-    last = np.full(named.cardinality, -1, np.int64)
-    begin = 0
-    for table in _row_groups(dataset, data_path, [parts.item_feature]):
-        last[table[parts.item_feature].to_numpy()] = np.arange(begin, begin + table.num_rows)
-        begin += table.num_rows
-    rows, begin = np.sort(last[1:][last[1:] >= 0]), 0
-    for table in _row_groups(dataset, data_path, columns):
-        own = rows[np.searchsorted(rows, begin) : np.searchsorted(rows, begin + table.num_rows)] - begin
-        begin += table.num_rows
-        for first in range(0, len(own), ITEMS_AT_ONCE):
-            chosen = table.take(pa.array(own[first : first + ITEMS_AT_ONCE]))
+    for table in last_rows(dataset, data_path, parts.item_feature, columns):
+        for first in range(0, table.num_rows, ITEMS_AT_ONCE):
+            chosen = table.slice(first, ITEMS_AT_ONCE)
             bags = [_column_bag(feature, chosen) for feature in features]
             yield bags[names.index(parts.item_feature)].ids, bags
 
 
-def _row_groups(dataset: Dataset, data_path: str, columns: list[str]) -> Iterator[pa.Table]:
-    """Iterate over the row groups of the training rows, in the order of the files."""
-    for file in dataset.splits["train"].files:
-        with storage.open_file(storage.join(data_path, file.path), "rb") as raw, pq.ParquetFile(raw) as opened:
-            for number in range(opened.num_row_groups):
-                yield opened.read_row_group(number, columns=columns)
-
-
 def _column_bag(feature: RawFeature, table: pa.Table) -> Bag:
-    array = table[feature.name].combine_chunks()
-    if not feature.multi_hot:
-        return bag_of(feature, array.to_numpy(zero_copy_only=False).astype(np.int64), None)
-    lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-    ids = array.flatten().to_numpy(zero_copy_only=False).astype(np.int64)
-    if not feature.weighted:
-        return bag_of(feature, ids, lengths)
-    return bag_of(feature, ids, lengths, table[weights_column(feature.name)].combine_chunks().flatten().to_numpy())
+    lists = lists_of(table, feature.name, feature.weighted)
+    return bag_of(
+        feature, lists.ids.astype(np.int64), np.diff(lists.offsets) if feature.multi_hot else None, lists.weights
+    )
 
 
 def _from_file(tower: Tower, parts: RetrievalParts, source: str) -> Iterator[tuple[NDArray[np.int64], list[Bag]]]:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.config.serving import RetrievalConfig
-from pipeline.extras.models.tasks.retrieval import NO_ITEM
+from pipeline.extras.models.tasks.item_rows import NO_ITEM
 from pipeline.extras.models.tasks.retrieval_metrics import RetrievalMetrics, RetrievalPrediction
 from pipeline.extras.retrieval.index import ItemIndex, Vectors, exact_search
 from pipeline.extras.retrieval.tower import own_columns

@@ -23,7 +23,7 @@ from pipeline.data.raw.blocks import Block, QuarantinedRow
 from pipeline.data.raw.layout import layout_of, with_group
 from pipeline.data.raw.parse_cells import parse_timestamps
 from pipeline.data.raw.rows import parse_block
-from pipeline.data.read.batch import Batch, keyed_jagged_tensor
+from pipeline.data.read.batch import Batch, ExtraRows, keyed_jagged_tensor
 from pipeline.data.read.target_columns import TargetColumns
 from pipeline.data.read.value_index import index_values
 from pipeline.data.targets import Target
@@ -93,9 +93,11 @@ class LineEncoder:
         split_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor],
         growing: Collection[str] = (),
         aside: Sequence[str] = (),
+        extra_rows: ExtraRows | None = None,
     ) -> None:
-        """growing: vocabularies whose unknown values take_unknown() returns. Raises RetrainingError
-        if a stream cannot give the same rows as the prepared data set.
+        """growing: vocabularies whose unknown values take_unknown() returns. extra_rows:
+        adds rows to each batch. Raises RetrainingError if a stream cannot give the same rows as the
+        prepared data set.
         """
         if dataset.negative_sampling:
             raise RetrainingError(
@@ -104,7 +106,7 @@ class LineEncoder:
             )
         self._layout = with_group(layout_of(data), stream.event_time_column)
         self._time, self._scale = stream.event_time_column, UNITS[stream.event_time_unit]
-        self._keys, self._split_ids = dataset.sparse_feature_names, split_ids
+        self._keys, self._split_ids, self._extra_rows = dataset.sparse_feature_names, split_ids, extra_rows
         schema = schema_of(dataset, self._keys, data.columns, data.synthetic_multi_hot)
         vocabularies = {
             feature.name: index_values(read_values(vocabulary_path(feature, data.path)))
@@ -121,8 +123,8 @@ class LineEncoder:
         self._is_weighted = bool(dataset.weighted_features)
         self._targets = TargetColumns(dataset, list(targets), split="train", for_training=True, aside=aside)
 
-    def encode(self, parts: Sequence[Rows]) -> EncodedBatch:
-        """Encode rows.
+    def encode(self, parts: Sequence[Rows], batch: int = 0) -> EncodedBatch:
+        """Encode the rows of batch number `batch`.
 
         A row that cannot be read gets weight 0 and no ids, as in a prepared data set.
         """
@@ -139,7 +141,7 @@ class LineEncoder:
         encoded = self._encoder.encode(table)
         read = np.concatenate(kept)
         bad += [replace(row, line=int(read[row.line - 1]) + 1) for row in encoded.bad_rows]
-        return EncodedBatch(self._batch(table, encoded, read[encoded.kept], num_rows), bad, self._newest(table))
+        return EncodedBatch(self._batch(table, encoded, read[encoded.kept], num_rows, batch), bad, self._newest(table))
 
     def use(self, values: Mapping[str, Sequence[str]]) -> None:
         """Replace the additional values of vocabularies by these values."""
@@ -181,7 +183,7 @@ class LineEncoder:
     def _no_labels(self, num_rows: int) -> np.ndarray:
         return np.zeros((num_rows, len(self._label_columns)), np.float32)
 
-    def _batch(self, table: pa.Table, encoded: EncodedRows, rows: np.ndarray, num_rows: int) -> Batch:
+    def _batch(self, table: pa.Table, encoded: EncodedRows, rows: np.ndarray, num_rows: int, batch: int) -> Batch:
         """Make the batch. rows: the positions of the encoded rows among the batch's `num_rows`."""
         present = np.zeros(num_rows, np.bool_)
         present[rows] = True
@@ -199,9 +201,13 @@ class LineEncoder:
         ]
         labels = self._no_labels(num_rows)
         labels[rows] = np.stack(columns, axis=1)
-        return self._made(dense, sparse, labels, present)
+        return self._made(dense, sparse, labels, present, batch)
 
-    def _made(self, dense: np.ndarray, sparse: KeyedJaggedTensor, labels: np.ndarray, present: np.ndarray) -> Batch:
+    def _made(
+        self, dense: np.ndarray, sparse: KeyedJaggedTensor, labels: np.ndarray, present: np.ndarray, batch: int = 0
+    ) -> Batch:
+        if self._extra_rows is not None:
+            sparse = self._extra_rows(sparse, 0, batch)
         targets = self._targets(labels if labels.shape[1] > 1 else labels[:, 0].copy(), present)
         return Batch(
             torch.from_numpy(dense),

@@ -115,14 +115,18 @@ def open_stream(job: RetrainJob, resolved: ResolvedJob, context: DistributedCont
     from pipeline.extras.stream.ranks import StreamRanks
     from pipeline.extras.stream.reader import StreamReader
     from pipeline.runtime.process.distributed import own_store
+    from pipeline.training.readers import extra_rows_of
 
     run_dir, data = resolved.job.run_dir, resolved.job.data
     source: StreamSource = find("stream", job.stream.kind, "stream.kind")(job.source, job.stream, data)
     split_ids = IdSplitter(resolved.all_tables, skip_empty_bags=False)
     capacities = capacities_of(resolved.job, resolved.dataset, job.stream.new_values)
     aside = job.trainer.loss.columns
-    encoder = LineEncoder(data, resolved.dataset, job.stream, resolved.targets, split_ids, capacities, aside)
     rank, world_size, ranks = context.rank, context.world_size, None
+    extra_rows = extra_rows_of(resolved, rank)
+    encoder = LineEncoder(
+        data, resolved.dataset, job.stream, resolved.targets, split_ids, capacities, aside, extra_rows
+    )
     if world_size > 1:
         ranks = StreamRanks(own_store("stream"), rank, world_size)
     rows = Quarantine(os.path.join(run_dir, "quarantine", f"stream.rank{rank}.jsonl" if rank else "stream.jsonl"))

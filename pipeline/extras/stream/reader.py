@@ -124,7 +124,7 @@ class StreamReader:
                     own = [[part.range for part in share] for share in (parts, *others)]
                     self._ranks.tell(round_, number, ranges, own, added)
                 number += 1
-                batch = self._batch(parts, ranges)
+                batch = self._batch(parts, ranges, number - 1)
                 for share in others if self._values.capacities else ():
                     self._encoder.encode(share)  # finds the unknown values among them
                 # before the yield, because a save after this batch stores them
@@ -168,7 +168,7 @@ class StreamReader:
                 raise
             self._values.add(number, share.added)
             self._encoder.add(share.added)
-            yield self._batch([self._source.reread(each) for each in share.own], share.ranges)
+            yield self._batch([self._source.reread(each) for each in share.own], share.ranges, number)
 
     def _idle(self, stopped: threading.Event) -> None:
         """Wait on ranks other than 0 while there is no batch."""
@@ -261,8 +261,8 @@ class StreamReader:
             self._read_since_pause = False
             raise InputPausedError(f"no row has arrived for {self._pause_s:g} s")
 
-    def _batch(self, parts: list[Rows], ranges: list[Range]) -> Batch:
-        made = self._encoder.encode(parts)
+    def _batch(self, parts: list[Rows], ranges: list[Range], number: int) -> Batch:
+        made = self._encoder.encode(parts, number)
         if made.bad_rows:
             reasons = {self._first_row + row.line - 1: row.reason for row in made.bad_rows}
             self._quarantine.add(_text(ranges), reasons)

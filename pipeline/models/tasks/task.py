@@ -44,7 +44,8 @@ class Task(Protocol):
     user_vectors and item_vectors (extras/models/layers/two_tower.py), and its config has
     `user_features` and `item_features`; items are retrieved by dot product (extras/retrieval).
     takes_targets=True: the task takes the list of data.targets.Target. Other tasks learn one binary
-    label.
+    label. A static method extra_rows(resolved, rank) may add rows to training batches
+    (training.readers.extra_rows_of).
     """
 
     no_export: str

@@ -9,7 +9,8 @@ import torch
 
 from pipeline.devices.process_group import init_distributed
 from pipeline.embeddings.row_frequencies import RowFrequencies
-from pipeline.extras.models.tasks.retrieval import LogFrequency, RetrievalPrediction, hardest_cross_entropy
+from pipeline.extras.models.tasks.negatives import LogFrequency
+from pipeline.extras.models.tasks.retrieval import RetrievalPrediction, hardest_cross_entropy
 from pipeline.extras.models.tasks.retrieval_metrics import RetrievalMetrics
 from tests.support.ranks import RankPool
 

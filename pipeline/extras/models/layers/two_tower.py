@@ -16,6 +16,8 @@ from pipeline.models.layers.mlp import MLP
 class TwoTower(nn.Module):
     """Compute forward(dense_features [B, num_dense], sparse_features) -> (users [B, D], items [B,
     D]).
+
+    sparse_features and items may have more than B rows (training.readers.extra_rows_of).
     """
 
     def __init__(
@@ -51,7 +53,8 @@ class TwoTower(nn.Module):
         """Return users [B, D] from the user's features alone. `pooled` may lack the other
         features.
         """
-        vectors: torch.Tensor = self.user_tower(torch.cat([dense_features, self.user_columns(pooled)], dim=1))
+        columns = self.user_columns(pooled)[: dense_features.shape[0]]
+        vectors: torch.Tensor = self.user_tower(torch.cat([dense_features, columns], dim=1))
         return vectors
 
     def item_vectors(self, dense_features: torch.Tensor, pooled: KeyedTensor) -> torch.Tensor:

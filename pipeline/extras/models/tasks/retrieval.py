@@ -1,6 +1,5 @@
-"""Train item retrieval: each clicked row's item against the items of the global batch.
-
-Measure recall@k and MRR.
+"""Train item retrieval: each clicked row's item against the items of the global batch, or items
+sampled from the corpus (extras/models/tasks/negatives.py). Measure recall@k and MRR.
 
 Negatives come from all ranks, so that a step is the same for any number of ranks: item vectors are
 gathered, and their gradients are summed and returned to their ranks. With a batch of 8192 and
@@ -9,7 +8,7 @@ vectors of 32 columns that is 1 MiB per rank and step.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,22 +17,24 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.config.registry import register
-from pipeline.data.read.batch import Batch
+from pipeline.data.read.batch import Batch, ExtraRows
 from pipeline.devices.cpu.host_exchange import all_gather, num_exchanging_ranks, reduce_scatter
-from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
+from pipeline.extras.models.negatives import corpus_of
+from pipeline.extras.models.tasks.item_rows import NO_ITEM
+from pipeline.extras.models.tasks.negatives import ExpectedCount, LogFrequency, sampled_rows
 from pipeline.extras.models.tasks.retrieval_metrics import RetrievalLossWindow, RetrievalMetrics, RetrievalPrediction
 from pipeline.extras.models.user_item import TwoTowerConfig
 from pipeline.models.tasks.task import Measure
+from pipeline.planner.resolved_job import ResolvedJob
 from pipeline.runtime.process.distributed import DistributedContext
-
-NO_ITEM = -1  # the id of padding and quarantined rows
 
 
 @register("task", "retrieval")
 class RetrievalTask(nn.Module):
     """Compute the softmax cross-entropy of each positive row's item among the items of the global
-    batch (Yi et al., RecSys 2019, section 3).
+    batch (Yi et al., RecSys 2019, section 3), or an estimate of it among all items from sampled
+    items (model.negatives).
 
     A candidate with the same item as the row is not a negative. Items of rows with weight 0 are not
     candidates.
@@ -42,19 +43,26 @@ class RetrievalTask(nn.Module):
     no_export = ""
     exports = "towers"
 
+    @staticmethod
+    def extra_rows(resolved: ResolvedJob, rank: int) -> ExtraRows | None:
+        config = cast(TwoTowerConfig, resolved.job.model)
+        return sampled_rows(config.negatives, config.item_features, resolved, rank)
+
     def __init__(self, config: TwoTowerConfig, tables: list[Table]) -> None:
         super().__init__()
         self._item_feature, self._temperature = config.item_features[0], config.temperature
         self._recall_at, self._hard_negatives = list(config.recall_at), config.hard_negatives
-        frequencies = None
-        if config.log_q_correction:
-            frequencies = next(table.frequencies for table in tables if self._item_feature in table.feature_names)
-        self._log_frequency = LogFrequency(frequencies) if frequencies else None
+        self._kind = config.negatives.kind
+        self._correction: nn.Module | None = None
+        if config.log_q_correction and self._kind == "in_batch":
+            self._correction = LogFrequency(corpus_of(self._item_feature, tables, "model.log_q_correction"))
+        elif config.log_q_correction:
+            self._correction = ExpectedCount(config.negatives, self._item_feature, tables)
 
     def forward(
         self, vectors: tuple[torch.Tensor, torch.Tensor], batch: Batch
     ) -> tuple[torch.Tensor, RetrievalPrediction]:
-        """vectors: users and items [B, D]. Collective in training mode.
+        """vectors: users [B, D], and items [B + sampled items, D]. Collective in training mode.
 
         In evaluation the loss is 0, because the negatives of a batch do not represent all items.
         """
@@ -69,9 +77,9 @@ class RetrievalTask(nn.Module):
             rows = torch.nonzero(weights != 0).flatten()
             clicked = self._losses(users, items, ids, sample_weights, rows) * weights[rows]
             losses = losses.index_put((rows,), clicked)
-        loss = losses.mean()
+        loss, own = losses.mean(), slice(len(users))
         return loss, RetrievalPrediction(
-            loss.detach(), losses.detach(), labels, sample_weights, users.detach(), items.detach(), ids
+            loss.detach(), losses.detach(), labels, sample_weights, users.detach(), items.detach()[own], ids[own]
         )
 
     def losses(self, prediction: RetrievalPrediction) -> torch.Tensor:
@@ -93,18 +101,50 @@ class RetrievalTask(nn.Module):
         rows: torch.Tensor,
     ) -> torch.Tensor:
         """Collective: return the losses [P] of `rows` [P] of this rank's batch."""
-        candidates = gather_rows(items)
-        candidate_ids, weights = gather_rows(ids), gather_rows(sample_weights)
-        scores = (users[rows] / self._temperature) @ candidates.T
-        if self._log_frequency is not None:
-            scores = scores - self._log_frequency(candidate_ids)
-        own = rows + _rank() * len(users)
-        hidden = (candidate_ids == ids[rows, None]) | (weights == 0)
-        hidden.scatter_(1, own[:, None], False)
-        scores = scores.masked_fill(hidden, float("-inf"))
+        users = users[rows] / self._temperature
+        if self._kind == "in_batch":
+            scores, own = self._in_batch(users, items, ids, sample_weights, rows)
+        else:
+            scores, own = self._sampled(users, items, ids, sample_weights, rows)
         if self._hard_negatives is None:
             return F.cross_entropy(scores, own, reduction="none")
         return hardest_cross_entropy(scores, own, self._hard_negatives)
+
+    def _in_batch(
+        self, users: torch.Tensor, items: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Collective: return the scores [P, N] of all items of the global batch, -inf if one is
+        neither the row's item nor a negative, and the column of the row's item [P].
+        """
+        own = rows + _rank() * len(items)
+        candidates, candidate_ids, weights = gather_rows(items), gather_rows(ids), gather_rows(weights)
+        scores = users @ candidates.T
+        if self._correction is not None:
+            scores = scores - self._correction(candidate_ids)
+        hidden = (candidate_ids == ids[rows, None]) | (weights == 0)
+        hidden.scatter_(1, own[:, None], False)
+        return scores.masked_fill(hidden, float("-inf")), own
+
+    def _sampled(
+        self, users: torch.Tensor, items: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Collective: return the scores [P, 1 + N] of the row's item and of all negatives, and the
+        column 0 of the row's item [P].
+
+        The row's item is always a candidate, so its score has no correction (Khrylchenko et al.,
+        RecSys 2025).
+        """
+        begin = len(weights) if self._kind == "corpus" else 0
+        counted = torch.cat([ids[: len(weights)].masked_fill(weights == 0, NO_ITEM), ids[len(weights) :]])
+        candidates, candidate_ids = gather_rows(items[begin:]), gather_rows(counted[begin:])
+        scores = users @ candidates.T
+        if self._correction is not None:
+            num_negatives = (candidate_ids != NO_ITEM).sum() - 1  # without the row's item
+            scores = scores - self._correction(candidate_ids, num_negatives)
+        hidden = (candidate_ids == ids[rows, None]) | (candidate_ids == NO_ITEM)
+        positives = (users * items[rows]).sum(dim=1, keepdim=True)
+        scores = torch.cat([positives, scores.masked_fill(hidden, float("-inf"))], dim=1)
+        return scores, torch.zeros_like(rows)
 
 
 def hardest_cross_entropy(scores: torch.Tensor, own: torch.Tensor, count: int) -> torch.Tensor:
@@ -126,39 +166,6 @@ def first_ids(sparse_features: KeyedJaggedTensor, feature: str) -> torch.Tensor:
     if not len(values):
         return torch.full_like(starts, NO_ITEM)
     return torch.where(lengths > 0, values[starts.clamp(max=len(values) - 1)], NO_ITEM)
-
-
-class LogFrequency(nn.Module):
-    """Map item ids to the log of each item's share of the training rows, from the frequency curve
-    of its table.
-
-    Ids are sorted by descending frequency and start at 1. Between the points of the curve, log
-    share is linear in log rank, as under a power law. The unknown item (0) counts as the rarest
-    item.
-    """
-
-    _centres: torch.Tensor
-    _density: torch.Tensor
-
-    def __init__(self, frequencies: RowFrequencies) -> None:
-        super().__init__()
-        rows = torch.tensor(frequencies.rows, dtype=torch.float64)
-        shares = torch.tensor(frequencies.shares, dtype=torch.float64)
-        widths = rows.diff()
-        centres = ((rows[:-1] + 1) * rows[1:]).sqrt().log()
-        density = (shares.diff() / widths).clamp(min=1e-12).log()
-        self.register_buffer("_centres", centres.float(), persistent=False)
-        self.register_buffer("_density", density.float(), persistent=False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        centres, density = self._centres.to(ids.device), self._density.to(ids.device)
-        if len(centres) == 1:
-            return density.expand(len(ids))
-        log_rank = ids.clamp(min=1).float().log()
-        log_rank = torch.where(ids == 0, centres[-1], log_rank).clamp(centres[0], centres[-1])
-        right = torch.searchsorted(centres, log_rank).clamp(1, len(centres) - 1)
-        share = (log_rank - centres[right - 1]) / (centres[right] - centres[right - 1])
-        return torch.lerp(density[right - 1], density[right], share)
 
 
 def gather_rows(local: torch.Tensor) -> torch.Tensor:
