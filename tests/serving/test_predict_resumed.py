@@ -35,7 +35,7 @@ def test_a_killed_prediction_goes_on_and_ends_with_the_same_bytes(tmp_path: Path
     rows = rows_of(6000)
     rows[4321]["city"] = REFUSED_CITY
     source = write(tmp_path / name, rows)
-    options = ["artifact=stand-in", f"source={source}", "rows_per_part=400", "id_columns=[user]"]
+    options = ["artifact=stand-in", f"source={source}", "rows_per_part=400", "batch_rows=100", "id_columns=[user]"]
     whole, killed = [*options, f"output={tmp_path}/whole.parquet"], [*options, f"output={tmp_path}/killed.parquet"]
     staging, seen = tmp_path / "killed.parquet.partial", []
     for _ in range(2):
@@ -61,7 +61,13 @@ def test_a_prediction_that_is_stopped_keeps_its_parts_and_goes_on(
     tmp_path: Path, sent: signal.Signals, code: int
 ) -> None:
     source = write(tmp_path / "rows.csv", rows_of(3000))
-    options = [f"source={source}", "artifact=stand-in", "rows_per_part=200", f"output={tmp_path}/scores.parquet"]
+    options = [
+        f"source={source}",
+        "artifact=stand-in",
+        "rows_per_part=200",
+        "batch_rows=100",
+        f"output={tmp_path}/scores.parquet",
+    ]
     staging = tmp_path / "scores.parquet.partial"
     worker = WarmCommand(WORKER, [*options, 500, tmp_path / "go"])
     while worker.poll() is None and not scored_rows(staging):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -297,9 +297,9 @@ def _score_source(
 
     next_row = begin
     with unchanged(opened.source), reader:
-        blocks = (block for block in reader.blocks() if block.first_row >= begin)  # parts end where blocks end
-        for block, parsed in map_ordered(parse, blocks, threads):
-            table, quarantined, row_zero = _score_block(scorer, opened, block, parsed, schema, job.batch_rows)
+        blocks = (block for block in reader.blocks() if block.first_row + block.num_rows > begin)
+        for block, parsed in in_batches(map_ordered(parse, blocks, threads), begin, job.batch_rows):
+            table, quarantined, row_zero = _score_block(scorer, opened, block, parsed, schema)
             add_counts(part.row_zero, row_zero)
             part.tables.append(table)
             part.quarantined += quarantined
@@ -320,8 +320,55 @@ def _score_source(
         staged.add(number, next_row, part)
 
 
+def in_batches(
+    parsed: Iterable[tuple[Block, ParsedRows]], begin: int, batch_rows: int
+) -> Iterator[tuple[Block, ParsedRows]]:
+    """Yield the rows from `begin` on in blocks that end at multiples of `batch_rows`.
+
+    A score may round differently in a batch with another number of rows. So a row's batch depends on its
+    number alone, as in Predictor.score, and neither on the bytes of a block nor on a restart.
+    """
+    held: list[tuple[Block, ParsedRows]] = []
+    for block, rows in parsed:
+        first = max(block.first_row, begin)
+        last = block.first_row + block.num_rows
+        while first < last:
+            end = min(last, (first // batch_rows + 1) * batch_rows)
+            held.append(_cut(block, rows, first, end))
+            if end % batch_rows == 0:
+                yield _joined(held)
+                held = []
+            first = end
+    if held:
+        yield _joined(held)
+
+
+def _cut(block: Block, rows: ParsedRows, first: int, end: int) -> tuple[Block, ParsedRows]:
+    """Return the rows `first` to `end` of a block, by their numbers in the file."""
+    at, length = first - block.first_row, end - first
+    begin, stop = np.searchsorted(rows.kept, [at, at + length])
+    line = block.first_line + at
+    quarantined = [row for row in rows.quarantined if line <= row.line < line + length]
+    part = ParsedRows(rows.table.slice(begin, stop - begin), rows.kept[begin:stop] - at, quarantined)
+    return Block(line, first, length), part
+
+
+def _joined(parts: list[tuple[Block, ParsedRows]]) -> tuple[Block, ParsedRows]:
+    """Join rows that follow each other."""
+    if len(parts) == 1:
+        return parts[0]
+    first, last = parts[0][0], parts[-1][0]
+    kept = [rows.kept + (block.first_row - first.first_row) for block, rows in parts]
+    joined = ParsedRows(
+        pa.concat_tables([rows.table for _, rows in parts]),
+        np.concatenate(kept),
+        [row for _, rows in parts for row in rows.quarantined],
+    )
+    return Block(first.first_line, first.first_row, last.first_row + last.num_rows - first.first_row), joined
+
+
 def _score_block(
-    scorer: Scorer, opened: OpenedSource, block: Block, parsed: ParsedRows, schema: pa.Schema, batch_rows: int
+    scorer: Scorer, opened: OpenedSource, block: Block, parsed: ParsedRows, schema: pa.Schema
 ) -> tuple[pa.Table, list[dict[str, Any]], dict[str, list[int]]]:
     """Return one output row for each row of the block, the rows without a score, and row_zero."""
     columns_read = opened.layout.columns
@@ -330,14 +377,13 @@ def _score_block(
     scores = output.empty(block.num_rows)
     bad = {row.line: {"line": row.line, "reason": row.reason, "text": row.text} for row in parsed.quarantined}
     row_zero: dict[str, list[int]] = {}
-    for start in range(0, features.num_rows, batch_rows):
-        scored = scorer.score(features.slice(start, batch_rows))
+    if features.num_rows:
+        scored = scorer.score(features)
         add_counts(row_zero, scored.row_zero)
-        kept = parsed.kept[start : start + batch_rows]
-        scores[kept] = scored.scores.reshape(len(kept), *scores.shape[1:])
+        scores[parsed.kept] = scored.scores.reshape(features.num_rows, *scores.shape[1:])
         for refused in refused_rows(scored):
-            line = block.first_line + int(kept[refused.row])
-            text = str(features.slice(start + refused.row, 1).to_pylist()[0])[:500]
+            line = block.first_line + int(parsed.kept[refused.row])
+            text = str(features.slice(refused.row, 1).to_pylist()[0])[:500]
             bad[line] = {"line": line, "reason": refused.reason, "text": text}
     columns = {ROW: pa.array(np.arange(block.first_row, block.first_row + block.num_rows))}
     if FILE in schema.names:
