@@ -35,7 +35,7 @@ ROOMS = [
 # What a reader needs to know in addition to the picture.
 HOLDS = {
     "launch": "TorchX components, Slurm, Kubernetes; `extras/` has other schedulers",
-    "cli": "one thin file for each verb; only this package uses Hydra, to compose the job",
+    "cli": "one thin file for each verb; `api/` has the same verbs as Python functions; only this package uses Hydra",
     "retraining": "`retrain`: it trains a model on new data, compares it with the current one, promotes it; the registry of versions",
     "serving": "`artifact/` (quantize, prune, certify), `scoring/` (predictor, tables, raw rows), `http/`",
     "training": "train and evaluate as functions, the trainer and its hooks; `runs/` compares and reports",

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from pathlib import Path
+from typing import Any
 
+import pipeline
 from pipeline.cli.compose import config_folders
 from pipeline.cli.reference import Key, keys_of, model_keys
 from pipeline.cli.verbs import import_verbs
@@ -19,6 +23,7 @@ INDEX = f"""# Reference
 {WRITTEN}
 
 - [Commands](commands.md): every command
+- [Python](python.md): the commands as functions, for notebooks and scripts
 - [Features](features.md): what you can do, with a page and a test for each feature
 - [Troubleshooting](troubleshooting.md): messages with their cause and fix
 - [Glossary](glossary.md)
@@ -54,7 +59,39 @@ def render() -> dict[str, str]:
         f"\n## {name}\n\n{_table(keys)}" for name, keys in models.items()
     )
     pages |= {f"verbs/{name}.md": _page(name, keys) for name, keys in of_verbs.items() if keys}
-    return {"README.md": INDEX + _lists(list(pages))} | pages
+    return {"README.md": INDEX + _lists(list(pages)), PYTHON: _with_names((FOLDER / PYTHON).read_text())} | pages
+
+
+PYTHON, NAMES = "python.md", "<!-- names: written by python docs/write_reference.py -->\n"
+
+
+def _with_names(page: str) -> str:
+    """Return the page of the API with the signatures of its names."""
+    listed = "\n".join(line for name in pipeline.__all__ for line in signatures(name))
+    return f"{page.partition(NAMES)[0]}{NAMES}\n```text\n{listed}\n```\n"
+
+
+def signatures(name: str) -> list[str]:
+    """Return the signature of a public function, or of a class with its methods and properties."""
+    found = getattr(pipeline, name)
+    if not inspect.isclass(found):
+        return [f"{name}{_signature(found)}"]
+    own = [(member, value) for member, value in vars(found).items() if not member.startswith("_")]
+    if not found.__module__.startswith("pipeline.cli.api"):
+        return [name]
+    lines = [f"{name}{_signature(found)}".removesuffix(" -> None")]
+    for member, value in own:
+        function = getattr(value, "fget", None) or getattr(value, "func", None)
+        if function is not None:
+            lines.append(f"    {name}.{member} -> {function.__annotations__['return']}")
+        elif inspect.isfunction(value):
+            lines.append(f"    {name}.{member}{_signature(value)}".replace("(self, ", "(").replace("(self)", "()"))
+    return lines
+
+
+def _signature(function: Any) -> str:
+    """Without the quotes of annotations, which Python has not evaluated."""
+    return re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(function)))
 
 
 TITLES = {"job": "The job of train and plan"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from pipeline.cli import interrupt  # noqa: F401  first, because it handles Ctrl-C during the next imports
 from pipeline.cli.verbs import find_verb, list_verbs
 from pipeline.runtime.errors import UserError
 from pipeline.runtime.process.exit_codes import USER_ERROR

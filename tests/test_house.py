@@ -153,6 +153,7 @@ def test_a_long_signature_says_why() -> None:
 UNTYPED = {
     "prediction": "what a task's forward gives is the task's own",
     "outputs": "what a model's forward gives is the model's own",
+    "compose ->": "the overloads state the job of each verb",
     "closure": "torch's signature of Optimizer.step",
     "job": "a dataclass of any verb, a plugin's too",
     "values": "anything that JSON holds",

@@ -8,26 +8,51 @@ written file before you prepare.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.cli.verb import verb
 from pipeline.config.jobs.prepare import InspectJob
 from pipeline.runtime.shell_words import word
 from pipeline.runtime.storage import storage
 
+if TYPE_CHECKING:
+    from pipeline.data.inspect.profile import Profile
+    from pipeline.data.inspect.propose import Proposal
 
-def inspect(job: InspectJob) -> str:
-    """Describe the findings and write the config. Raises DataError if no config can be made from
-    the file."""
+
+@dataclass(frozen=True)
+class Inspection:
+    """The findings about a raw file. yaml: the data config that reads it. text: what the command prints."""
+
+    name: str
+    profile: Profile
+    proposal: Proposal
+    yaml: str = field(repr=False)
+    text: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def look(job: InspectJob) -> Inspection:
+    """Inspect the file. Raises DataError if no config can be made from it."""
     from pipeline.data.inspect.profile import profile
     from pipeline.data.inspect.propose import as_text, as_yaml, propose
 
     name = job.data_name or re.sub(r"\W+", "_", Path(job.source).name.partition(".")[0]).strip("_").lower()
     found = profile(job.source, job.label, job.max_rows, job.label_values, job.label_threshold)
     proposal = propose(found, name)
-    path = job.output or f"{name}.yaml"
-    storage.publish_text(path, as_yaml(proposal, found))
-    return f"{as_text(proposal, found)}\nwritten to  {path}\nnext        python -m pipeline init my_project {word('data', path)} {word('source', job.source)}"
+    return Inspection(name, found, proposal, as_yaml(proposal, found), as_text(proposal, found))
+
+
+def inspect(job: InspectJob) -> str:
+    """Describe the findings and write the config. Raises as look does."""
+    found = look(job)
+    path = job.output or f"{found.name}.yaml"
+    storage.publish_text(path, found.yaml)
+    return f"{found}\nwritten to  {path}\nnext        python -m pipeline init my_project {word('data', path)} {word('source', job.source)}"
 
 
 main = verb("inspect", InspectJob, describe=str)(inspect)

@@ -85,7 +85,7 @@ class Verb(Generic[Job, Result]):
     def main(self) -> None:
         """Compose the job of sys.argv, run it, and print the result on rank 0. Every error ends the
         process."""
-        self._prepare_process()
+        self.prepare_process()
         try:
             with print_user_errors():
                 check_encoding(sys.argv)
@@ -100,9 +100,10 @@ class Verb(Generic[Job, Result]):
         except KeyboardInterrupt:
             print_line("\ninterrupted")
             sys.exit(INTERRUPTED)
-        self._run_as_process(job)
+        self.run_as_process(job)
 
-    def _run_as_process(self, job: Job) -> None:
+    def run_as_process(self, job: Job) -> None:
+        """Run the job and print the result on rank 0. Every error ends the process."""
         rank = int(os.environ.get("RANK", "0"))
         logs = getattr(job, "logger", None)
         configure_logging(rank, logs.format if isinstance(logs, LoggerConfig) else "text")
@@ -126,7 +127,8 @@ class Verb(Generic[Job, Result]):
         finally:
             watchdog.end()
 
-    def _prepare_process(self) -> None:
+    def prepare_process(self) -> None:
+        """Set what must be set before torch is imported, and listen to signals."""
         if self.runs_kernels:
             find_kernel_cache()
             find_other_caches()

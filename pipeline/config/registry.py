@@ -88,6 +88,12 @@ def components(kind: str) -> Mapping[str, Any]:
     return MappingProxyType(_components.setdefault(kind, {}))
 
 
+def components_of(module: str) -> list[Any]:
+    """Return the registered components that a module defines."""
+    known = (each for kind in _components.values() for each in kind.values())
+    return [each for each in known if each.__module__ == module]
+
+
 def find(kind: str, name: str, key: str = "") -> Any:
     """Return the component of `kind` called `name`. `key` is the config key to name in an error.
     Raises ConfigError if there is none; the message suggests the nearest name and how to load a

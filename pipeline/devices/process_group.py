@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pipeline.devices.base import Device
 
 STORE_TIMEOUT_S = 10.0
+_times_joined = 0
 
 
 def init_distributed(
@@ -53,7 +54,7 @@ def init_distributed(
                 # Without it, NCCL guesses the GPU of a barrier, and connects late.
                 device_id=device.torch_device if device.has_own_memory and chosen == device.backend else None,
             )  # fmt: skip
-        atexit.register(_leave)
+        atexit.register(leave)
     return DistributedContext(rank, world_size, local_rank, local_world_size, device.torch_device, chosen)
 
 
@@ -109,12 +110,15 @@ def _join(rank: int, world_size: int, timeout_s: float) -> dist.Store | None:
     restarted rank might connect to the address of the dead rank. Raises TimeoutError if a rank is
     missing.
     """
+    global _times_joined
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     # Nodes that leave and rejoin have separate restart counts. The round is the same for all nodes.
     attempt = os.environ.get(ELASTIC_ROUND) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     watchdog.watch_others(lambda: _connect(STORE_TIMEOUT_S), world_size, attempt)
-    store = dist.PrefixStore(f"attempt_{attempt}", _connect(timeout_s))
+    # A process that has left a group may join again: the keys of the former group are still there.
+    _times_joined += 1
+    store = dist.PrefixStore(f"attempt_{attempt}.{_times_joined}", _connect(timeout_s))
     started = time.monotonic()
     with watchdog.stage("joining"):
         store.set(f"here/{rank}", "1")
@@ -131,6 +135,8 @@ def _connect(timeout_s: float) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
-def _leave() -> None:
+def leave() -> None:
+    """Leave the process group. The process may join a new group afterwards."""
+    atexit.unregister(leave)
     if dist.is_initialized():
         dist.destroy_process_group()

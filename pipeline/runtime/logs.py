@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import socket
 import sys
@@ -92,6 +93,7 @@ def _plain(value: object) -> bool | int | float | str:
 
 
 PLAIN_LINE_EVERY_S = 5.0  # without a terminal a bar becomes a line from time to time
+ONE_LINE_EVERY_S = 0.2
 
 # Loggers of libraries. Their lines are about internals, and none asks the user for anything.
 NOISY_LOGGERS = (
@@ -184,9 +186,46 @@ def configure_logging(rank: int = 0, log_format: str = "text") -> None:
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Hide messages of libraries, for a caller that has not called configure_logging."""
+    noisy, root = [logging.getLogger(name) for name in NOISY_LOGGERS], logging.getLogger()
+    levels, was_dropping = [each.level for each in noisy], _DROP_NOISE in root.filters
     with warnings.catch_warnings():
         _hide_library_messages()
-        yield
+        try:
+            yield
+        finally:
+            for each, level in zip(noisy, levels, strict=True):
+                each.setLevel(level)
+            if not was_dropping:
+                root.removeFilter(_DROP_NOISE)
+
+
+class _ToRoot(logging.Handler):
+    """Pass records to the root's handlers."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        root = logging.getLogger()
+        if root.handlers:
+            root.callHandlers(record)
+
+
+@contextmanager
+def own_logging(verbose: bool) -> Iterator[None]:
+    """Log for a caller in whose process the package is a library. Its lines go to log_file() and,
+    by the caller's own levels, to the caller's handlers. verbose: also to stderr."""
+    package = logging.getLogger("pipeline")
+    level, propagate = package.level, package.propagate
+    handler: logging.Handler = _StderrHandler() if verbose else _ToRoot(package.getEffectiveLevel())
+    handler.setFormatter(_MaskedFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    package.addHandler(handler)
+    package.setLevel(logging.INFO)
+    package.propagate = False
+    try:
+        with quiet_libraries():
+            yield
+    finally:
+        package.removeHandler(handler)
+        package.setLevel(level)
+        package.propagate = propagate
 
 
 def _hide_library_messages() -> None:
@@ -258,14 +297,71 @@ class _PlainProgress:
             print(f"{self._description}:{share} after {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
+class _OneLine:
+    """Rewrite one line, for a notebook, which is not a terminal."""
+
+    def __init__(self, description: str, total: float | None) -> None:
+        self._description, self._total, self._done = description, total, 0.0
+        self._started = time.monotonic()
+        self._shown_at = -math.inf
+
+    def advance(self, count: float) -> None:
+        self._done += count
+        if (now := time.monotonic()) - self._shown_at >= ONE_LINE_EVERY_S:
+            self._shown_at = now
+            share = f"{100 * self._done / self._total:3.0f} %" if self._total else f"{self._done:,.0f}"
+            print(f"\r{self._description} {share}, {now - self._started:.0f} s  ", end="", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        print("\r" + " " * (len(self._description) + 24) + "\r", end="", file=sys.stderr, flush=True)
+
+
+class _ToFile(_OneLine):
+    """Write description, done and total to a file, for another process that shows them."""
+
+    def advance(self, count: float) -> None:
+        self._done += count
+        if (now := time.monotonic()) - self._shown_at >= ONE_LINE_EVERY_S:
+            self._shown_at = now
+            storage.publish_text(_style, json.dumps([self._description, self._done, self._total]))
+
+    def close(self) -> None:
+        storage.remove(_style)
+
+
+AUTO, BAR, NONE = "auto", "bar", "none"  # a bar on a terminal, otherwise lines; always a bar; nothing
+_style = AUTO
+
+
+@contextmanager
+def progress_as(style: str) -> Iterator[None]:
+    """Show the progress of everything in this context as AUTO, BAR or NONE, or write it to the file `style`."""
+    global _style
+    before, _style = _style, style
+    try:
+        yield
+    finally:
+        _style = before
+
+
+def shows_bar() -> bool:
+    return _style != NONE and (_style != AUTO or sys.stderr.isatty())
+
+
+def _plain_progress(description: str, total: float | None) -> _PlainProgress | _OneLine:
+    if _style == AUTO:
+        return _PlainProgress(description, total)
+    return (_OneLine if _style == BAR else _ToFile)(description, total)
+
+
 @contextmanager
 def progress(description: str, total: float | None = None, visible: bool = True) -> Iterator[Progress]:
     """Show a progress bar on a terminal, otherwise a line from time to time."""
-    if not visible:
+    if not visible or _style == NONE:
         yield Progress(lambda count: None)
         return
-    if not sys.stderr.isatty():
-        plain = _PlainProgress(description, total)
+    if _style not in (AUTO, BAR) or not sys.stderr.isatty():
+        plain = _plain_progress(description, total)
         try:
             yield Progress(plain.advance)
         finally:

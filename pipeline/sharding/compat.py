@@ -10,6 +10,7 @@ then set sharding.allow_untested_versions=true.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -47,6 +48,12 @@ def check_versions() -> None:
                 f"{_how_to_install()}, "
                 "or accept silent errors with sharding.allow_untested_versions=true"
             )
+
+
+def forget_groups() -> None:
+    """Forget the groups of a host and between hosts, which TorchRec keeps for the life of a process."""
+    if comm := sys.modules.get("torchrec.distributed.comm"):
+        comm._INTRA_PG = comm._CROSS_PG = None  # type: ignore[attr-defined]
 
 
 def _installed(name: str) -> str | None:
@@ -105,6 +112,7 @@ SYNC, ESTIMATOR = "extras/embedding_sync/replicas.py", "planner/estimator.py"
 COMMS_WAIT, AVERAGING = "runtime/process/comms_wait.py", "sharding/host_collectives.py"
 
 PRIVATE_NAMES: list[PrivateName] = [
+    *_names(f"{TORCHREC}.comm", "sharding/compat.py", "_INTRA_PG", "_CROSS_PG"),
     # FBGEMM's lookup on CPU: the attributes are public by name, but internal.
     *_names(LOOKUP, CPU_TABLES, "weights_host", "weights_offsets", "momentum1_host", "momentum1_offsets", "rows_per_table",
             "D_offsets", "step", "optimizer_args", "use_cpu", "optimizer", "weights_precision",

@@ -6,6 +6,7 @@ is one call away. A run folder that holds a checkpoint is resumed; another run_d
 
 from __future__ import annotations
 
+import atexit
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -147,6 +148,7 @@ def _run_folder(job: TrainJob, context: DistributedContext) -> Iterator[Fence | 
     finally:
         if lease:
             lease.release()
+            atexit.unregister(lease.release)
 
 
 def _restore(

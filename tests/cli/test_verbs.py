@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from pipeline import __main__ as top
-from pipeline import cli
-from pipeline.cli import registry
+from pipeline.cli import interrupt, registry
 from pipeline.cli.command_line import Command, load_config, read_arguments
 from pipeline.cli.verb import verb
 from pipeline.config import registry as components
@@ -121,9 +120,9 @@ def test_ctrl_c_before_a_job_is_there_is_one_line(
     with pytest.raises(SystemExit) as stop:
         top.main(["echo", "text=ab"])
     assert stop.value.code == 130 and capsys.readouterr().err == "\ninterrupted\n"
-    cli._end_quietly(KeyboardInterrupt, KeyboardInterrupt(), None)  # while modules are imported
+    interrupt.end_quietly(KeyboardInterrupt, KeyboardInterrupt(), None)  # while modules are imported
     assert capsys.readouterr().err == "\ninterrupted\n"
-    cli._end_quietly(ValueError, ValueError("a bug"), None)
+    interrupt.end_quietly(ValueError, ValueError("a bug"), None)
     assert "a bug" in capsys.readouterr().err
 
 

@@ -21,7 +21,7 @@ PAGES = sorted(
     + [path for path in (REPOSITORY / "docs").rglob("*.md") if path.parent.name != "adr"]
 )
 SHELL = ("bash", "console")  # commands; commands after `$ ` with what they print
-OTHER = ("text", "python", "yaml", "json", "toml", "protobuf", "svg")
+OTHER = ("text", "python", "pycon", "yaml", "json", "toml", "protobuf", "svg")
 OPERATORS = set("|&;<>")
 MARK = re.compile(r"^<!-- (run|not run: .+?) -->$")
 MISTAKE = "not run: a mistake on purpose"

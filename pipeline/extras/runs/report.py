@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from html import escape
 
 import yaml
 
@@ -27,7 +28,7 @@ from pipeline.planner.explain import explain
 from pipeline.planner.plan_record import PlanDescription, read_view
 from pipeline.runtime.errors import PlanError, UserError
 from pipeline.runtime.logs import get_logger
-from pipeline.runtime.pages.html import fixed, render
+from pipeline.runtime.pages.html import cards, document, figure, fixed, legend, render
 from pipeline.runtime.storage import storage
 
 FILE = "report.html"
@@ -123,6 +124,23 @@ def render_report(run: Run) -> str:
         config=yaml.safe_dump(run.config, sort_keys=False, default_flow_style=None, width=100, allow_unicode=True),
         written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     )  # fmt: skip
+
+
+def render_tile(run: Run) -> str:
+    """Return a small page for a notebook: the figures and the quality curves of the run's page."""
+    split = choose_split([run])
+    charts = [figure(title, chart) for label in run.labels for title, chart in _quality(run, label)]
+    return document(
+        f"Run {run.name}",
+        [
+            f"<p>{escape(run.name)}: {run.state} at step {run.step:,}</p>",
+            cards(_cards(run, split, *run.metrics(split))),
+            legend([("train", "training"), ("validation", "validation split")]),
+            '<div class="charts">',
+            *charts,
+            "</div>",
+        ],
+    )
 
 
 def metric_text(value: float | None) -> str:

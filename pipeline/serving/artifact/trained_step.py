@@ -179,6 +179,20 @@ def open_trained_step(job: ExportJob) -> TrainedStep:
     )
 
 
+def load_model(job: ExportJob) -> nn.Module:
+    """Return the trained model with its tables, unsharded. Raises as open_trained_step does."""
+    step = open_trained_step(job)
+    resolved = resolve_alone(step.job, step.dataset)
+    model = build_model(
+        step.job.model, resolved.tables, step.num_dense, seed=step.job.trainer.seed, targets=resolved.targets
+    )
+    state = {}
+    for name, value in model.state_dict().items():
+        state[name] = _read_tensor(step.tensors, name, value.shape)
+    model.load_state_dict(state, assign=True)  # tables are on meta
+    return model.eval()
+
+
 def _check_table_names(job: ExportJob, resolved: ResolvedJob) -> None:
     known = {name for part in resolved.plain_tables for name in (part.name, part.config_name)}
     if unknown := [name for name in job.tables if name not in known]:
@@ -251,8 +265,12 @@ def _row_map(tensors: StepTensors, table: str, num_buckets: int) -> RowMap:
 def _load_layers(model: nn.Module, tensors: StepTensors, path: str = "") -> None:
     with torch.no_grad():
         for name, value in model.state_dict().items():
-            key = INNER + path + name
-            if key not in tensors.entries or tensors.shape(key) != tuple(value.shape):
-                found = list(tensors.shape(key)) if key in tensors.entries else "none"
-                raise CheckpointError(f"{tensors.path}: {name} is {found}, the run's config says {list(value.shape)}")
-            value.copy_(tensors.read(key, [0] * value.dim(), value.shape))
+            value.copy_(_read_tensor(tensors, path + name, value.shape))
+
+
+def _read_tensor(tensors: StepTensors, name: str, shape: torch.Size) -> torch.Tensor:
+    key = INNER + name
+    if key not in tensors.entries or tensors.shape(key) != tuple(shape):
+        found = list(tensors.shape(key)) if key in tensors.entries else "none"
+        raise CheckpointError(f"{tensors.path}: {name} is {found}, the run's config says {list(shape)}")
+    return tensors.read(key, [0] * len(shape), shape)

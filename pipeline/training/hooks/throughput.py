@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -15,7 +14,7 @@ from pipeline import devices
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.registry import if_installed, register
 from pipeline.models.tasks.task import Measure
-from pipeline.runtime.logs import Progress, get_logger, progress
+from pipeline.runtime.logs import Progress, get_logger, progress, shows_bar
 from pipeline.runtime.process.comms_wait import MEASURED_BACKENDS, CommsWait
 from pipeline.runtime.process.distributed import DistributedContext
 from pipeline.sharding.table_storage import TierStats
@@ -270,7 +269,7 @@ class ProgressBar(Hook):
 
     def on_train_start(self, state: TrainingState) -> None:
         self._open, self._step = ExitStack(), state.step
-        visible = self.parts.context.is_main and sys.stderr.isatty()
+        visible = self.parts.context.is_main and shows_bar()
         self._bar = self._open.enter_context(progress("training", state.total_steps - state.step, visible=visible))
 
     def on_step_end(self, state: TrainingState) -> None:

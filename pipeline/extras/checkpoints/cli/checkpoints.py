@@ -128,6 +128,11 @@ def export_checkpoint(job: CheckpointsJob) -> list[str]:
     return lines if vocabulary else [*lines, f"without raw values: {without_values}"]
 
 
+def export_table_of_run(run: str, step: int | None, table: str, output: str) -> None:
+    """Write one table of a step (None: the newest). Raises as export_checkpoint."""
+    export_checkpoint(CheckpointsJob(run=run, command="export", step=step, table=table, output=output))
+
+
 def _age(seconds: float | None) -> str:
     if seconds is None:
         return "unknown"

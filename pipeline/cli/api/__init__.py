@@ -1,0 +1,1 @@
+"""The Python API: what the verbs of the command line do, as functions and objects for notebooks and scripts."""
