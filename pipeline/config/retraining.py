@@ -6,7 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pipeline.config.registry import find
-from pipeline.config.serving import DENSE_PRECISIONS, CalibrationConfig, ParityConfig, PruningConfig, check_precisions
+from pipeline.config.serving import (
+    DENSE_PRECISIONS,
+    CalibrationConfig,
+    ParityConfig,
+    PruningConfig,
+    check_onnx,
+    check_precisions,
+)
 from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice, check_within
 from pipeline.runtime.process.processes import PRIORITIES
 
@@ -137,6 +144,7 @@ class ExportGateConfig:
     ne_budget: float = 0.0005
     dense: str = "fp32"
     compiled: bool = False
+    onnx: bool = False
     pruning: PruningConfig = field(default_factory=PruningConfig)
     parity: ParityConfig = field(default_factory=ParityConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
@@ -144,6 +152,7 @@ class ExportGateConfig:
     def __post_init__(self) -> None:
         check_precisions(self.precision, self.tables)
         check_choice("gate.export.dense", self.dense, DENSE_PRECISIONS)
+        check_onnx("gate.export.", self.onnx, self.dense)
         check_at_least("gate.export.ne_budget", self.ne_budget, 0.0)
 
 

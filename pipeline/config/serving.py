@@ -157,6 +157,14 @@ def check_precisions(precision: str, tables: dict[str, str]) -> None:
         check_choice(f"tables.{name}", value, PRECISIONS)
 
 
+def check_onnx(group: str, onnx: bool, dense: str) -> None:
+    """Raise ConfigError if ONNX is asked for layers that are not fp32."""
+    if onnx and dense != "fp32":
+        raise ConfigError(
+            f"{group}onnx=true writes layers in fp32, and {group}dense={dense}: leave out {group}dense, or {group}onnx"
+        )
+
+
 LOOPBACK_URLS = ("http://127.0.0.1:", "http://localhost:", "http://[::1]:")
 MEMORIES = ("ram", "ssd")
 

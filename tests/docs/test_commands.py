@@ -38,7 +38,7 @@ by_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 # What the default suite composes: the page that a newcomer pastes from. `make campaigns` composes all of them.
 FIRST_PAGES = ("docs/learn/tutorial.md",)
 A_FILE = re.compile(
-    r"\.(py|json|jsonl|md|yaml|yml|html|svg|pt2|arrow|parquet|csv|tsv|rows|kept|bin|log|gz|cfg|toml|css|db)$"
+    r"\.(py|json|jsonl|md|yaml|yml|html|svg|pt2|onnx|arrow|parquet|csv|tsv|rows|kept|bin|log|gz|cfg|toml|css|db)$"
 )
 
 

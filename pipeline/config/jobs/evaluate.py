@@ -20,6 +20,7 @@ from pipeline.config.serving import (
     ServerConfig,
     SsdConfig,
     check_memory,
+    check_onnx,
     check_precisions,
 )
 from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given, check_keys, check_within
@@ -100,6 +101,7 @@ class ExportJob(Job):
     ne_budget: float = 0.0005
     dense: str = "fp32"  # of the layers: fp32, bf16 or int8
     compiled: bool = False  # also write the layers as an AOTInductor package; needs a C++ compiler
+    onnx: bool = False  # also write the layers as ONNX
     pruning: PruningConfig = field(default_factory=PruningConfig)
     parity: ParityConfig = field(default_factory=ParityConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
@@ -115,6 +117,7 @@ class ExportJob(Job):
         check_keys("require_signature", self.require_signature)
         check_precisions(self.precision, self.tables)
         check_choice("dense", self.dense, DENSE_PRECISIONS)
+        check_onnx("", self.onnx, self.dense)
         check_at_least("step", self.step, 0, allow_none=True)
         check_chosen(self.which, self.step)
         check_at_least("ne_budget", self.ne_budget, 0.0)

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.config.jobs.evaluate import ExportJob
+from pipeline.config.registry import from_extra
 from pipeline.config.serving import AUTO, RetrievalConfig
 from pipeline.extras.retrieval.catalogue import Catalogue, make_catalogue
 from pipeline.extras.retrieval.certificate import (
@@ -56,13 +57,15 @@ def write_retriever(job: ExportJob, step: TrainedStep, writer: ArtifactWriter) -
     if job.precision == AUTO:
         raise ServingError("precision=auto uses NE, which a two-tower does not have: set precision=int8, fp16 or fp32")
     parts = _parts(job, step)
-    towers = towers_of(step, {tower: parts.features_of(tower) for tower in ("user", "item")})
+    features = {tower: parts.features_of(tower) for tower in ("user", "item")}
+    towers = towers_of(step, features)
     plan = _plan(job, step, parts, towers)
     writer.write_tables(plan)
     writer.write_composed(plan)
     writer.write_vocabularies(plan)
     logger.info("towers     %s, by torch.export%s", job.dense, ", then AOTInductor (user)" if job.compiled else "")
     writer.write_programs(plan)
+    onnx = from_extra("add_onnx_towers", "onnx=true")(plan, features, writer) if job.onnx else None
     tower = load_tower(ArtifactFiles(writer.path, writer.manifest(plan), verify=True), "item", "mapped")
     catalogue = make_catalogue(
         tower, parts, step.dataset, step.data_path, job.retrieval.catalogue, plan.kept_of.get(parts.item_feature)
@@ -81,6 +84,14 @@ def write_retriever(job: ExportJob, step: TrainedStep, writer: ArtifactWriter) -
         raise ServingError(
             f"nothing is written, because the artifact differs too much from the model: {'; '.join(lines)}{hint}"
         )
+    if onnx is not None:
+        measured = (replace(served, **onnx), served)
+        recall_at = list(step.job.model.recall_at)  # type: ignore[attr-defined]
+        compared = {
+            split: compare(*(measure(each, sample, recall_at) for each in measured))
+            for split, sample in samples.items()
+        }
+        certificate |= from_extra("certify_onnx_towers", "onnx=true")(compared)
     return replace(draft, certificate=certificate)
 
 
@@ -182,4 +193,6 @@ def describe(summary: ExportSummary) -> str:
         f"tables      {show_size(sizes['tables_before'])} -> {show_size(sizes['tables_after'])}; layers "
         f"{show_size(sizes['layers_before'])} -> {show_size(sizes['layers_after'])}, items {show_size(sizes['items'])}"
     )
+    if "onnx" in summary.certificate:
+        lines += from_extra("describe_onnx", "the artifact's dense.onnx")(summary.certificate["onnx"])
     return "\n".join([*lines, *ending(summary)])

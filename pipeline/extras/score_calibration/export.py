@@ -8,7 +8,6 @@ all validation rows. Other splits are measured by these.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from pipeline.extras.score_calibration.certificate import measured
 from pipeline.extras.score_calibration.curves import Curves, Floats
 from pipeline.runtime.errors import ServingError, did_you_mean
 from pipeline.runtime.logs import get_logger
-from pipeline.serving.artifact.manifest import CALIBRATION_FILE, Manifest
+from pipeline.serving.artifact.manifest import CALIBRATION_FILE
 from pipeline.serving.artifact.plan import ExportPlan
 from pipeline.serving.artifact.reference import SPLIT, Sample, first_batches
 from pipeline.serving.artifact.task_quality import LabelledRows
@@ -38,9 +37,9 @@ def calibrate_artifact(
     samples: Mapping[str, Sample],
     outputs: Mapping[str, Floats],
     writer: ArtifactWriter,
-) -> Manifest:
-    """Write calibration.json. Return the manifest with it, and with a certificate that has the entry
-    `calibration`. `outputs`: the artifact's outputs [rows, columns] for each split's sample.
+) -> dict[str, Any]:
+    """Write calibration.json. Return the entry `calibration` of the certificate. `outputs`: the
+    artifact's outputs [rows, columns] for each split's sample.
 
     Raises ServingError: no label is binary, the column is not a feature with one value in each row, or no
     curve can be fitted.
@@ -60,8 +59,7 @@ def calibrate_artifact(
         for number, (target, column) in enumerate(zip(step.targets, _columns_of(step), strict=True))
         if (curves := columns[column]) is not None
     }
-    about = {"kind": config.kind, "by": config.by, "rows": len(outputs[SPLIT]), "labels": labels}
-    return replace(writer.manifest(plan), certificate={"calibration": about})
+    return {"calibration": {"kind": config.kind, "by": config.by, "rows": len(outputs[SPLIT]), "labels": labels}}
 
 
 def refit_calibration(predictor: Predictor, trained: TrainedStep) -> Calibration:

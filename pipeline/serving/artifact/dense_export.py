@@ -120,7 +120,7 @@ def trace_layers(
     model: nn.Module, precision: str, num_dense: int, pooled_dim: int, width: int | None
 ) -> tuple[torch.export.ExportedProgram, Int8Names]:
     """Do the same as export_layers, and also return which layers were converted to int8."""
-    program = _export(_layers(model, precision, width), num_dense, pooled_dim)
+    program = _export(copied_layers(model, precision, width), num_dense, pooled_dim)
     if precision != "int8":
         return program, {}
     module, names = with_int8_linears(program.module())
@@ -131,7 +131,7 @@ def by_name(
     model: nn.Module, precision: str, width: int | None, names: Sequence[str], int8: Int8Names
 ) -> list[torch.Tensor | None]:
     """Return for each of `names`, constants of the program, its tensor in the model; None if there is none."""
-    state = _layers(model, precision, width).state_dict()
+    state = copied_layers(model, precision, width).state_dict()
     quantized = {
         name: Int8Linear(state[weight], None if bias is None else state[bias])
         for name, (weight, bias) in int8.items()
@@ -142,7 +142,8 @@ def by_name(
     return [None if value is None else value.detach() for value in found]
 
 
-def _layers(model: nn.Module, precision: str, width: int | None) -> Layers:
+def copied_layers(model: nn.Module, precision: str, width: int | None) -> Layers:
+    """Return the layers of a copy of the model, for an export."""
     copied = with_gathered_pairs(copy.deepcopy(model))
     return Layers(copied, torch.bfloat16 if precision == "bf16" else torch.float32, width).eval()
 

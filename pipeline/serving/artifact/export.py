@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.jobs.evaluate import ExportJob
@@ -73,14 +74,19 @@ def write_scorer(job: ExportJob, step: TrainedStep, writer: ArtifactWriter) -> M
     from pipeline.serving.artifact.reference import make_reference, read_samples
 
     kind = job.calibration.kind
-    calibrate = None if kind == "none" else from_extra("calibrate_artifact", f"calibration.kind={kind}")
+    additions: list[Callable[..., dict[str, Any]]] = []
+    if kind != "none":
+        additions.append(from_extra("calibrate_artifact", f"calibration.kind={kind}"))
+    if job.onnx:
+        additions.append(from_extra("onnx_addition", "onnx=true")())
     reference = make_reference(step, read_samples(job, step), writer.scratch)
     plan = plan_export(job, step, choose_precisions(job, reference))
     draft = writer.write(plan)
     outputs = artifact_outputs(reference, draft, writer.path)
-    if calibrate is not None:
-        draft = calibrate(job, plan, reference.samples, outputs, writer)
-    return certify(job, reference, plan, draft, outputs)
+    certificate: dict[str, Any] = {}
+    for add in additions:  # each writes files, and returns entries of the certificate
+        certificate |= add(job, plan, reference.samples, outputs, writer)
+    return certify(job, reference, plan, replace(writer.manifest(plan), certificate=certificate), outputs)
 
 
 def _already_there(job: ExportJob, step: TrainedStep, output: str) -> ExportSummary:
@@ -131,7 +137,6 @@ class ExportSummary:
 
 def describe(summary: ExportSummary) -> str:
     """Return the lines that the export prints."""
-    from pipeline.serving.artifact.manifest import CALIBRATION_FILE
     from pipeline.serving.artifact.task_quality import measures
 
     sizes, certificate = summary.sizes, summary.certificate
@@ -149,8 +154,10 @@ def describe(summary: ExportSummary) -> str:
         f"tables      {show_size(sizes['tables_before'])} -> {show_size(sizes['tables_after'])} ({ratio:.1f}x smaller); layers "
         f"{show_size(sizes['layers_before'])} -> {show_size(sizes['layers_after'])}, vocabularies {show_size(sizes['vocabularies'])}"
     )
-    if (calibration := certificate.get("calibration")) is not None:
-        lines += from_extra("describe_calibration", CALIBRATION_FILE)(calibration)
+    if "calibration" in certificate:
+        lines += from_extra("describe_calibration", "the artifact's calibration")(certificate["calibration"])
+    if "onnx" in certificate:
+        lines += from_extra("describe_onnx", "the artifact's dense.onnx")(certificate["onnx"])
     return "\n".join([*lines, *ending(summary)])
 
 

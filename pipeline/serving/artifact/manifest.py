@@ -46,7 +46,7 @@ DENSE_FILE, COMPILED_FILE, COMPOSED_FILE = "dense.pt2", "dense.compiled.pt2", "c
 CALIBRATION_FILE = "calibration.json"
 ITEM_PROGRAM, ITEM_VECTORS, ITEM_VALUES, ITEM_INDEX = "item.pt2", "items.vectors", "items.arrow", "items.index"
 FILE_NAME = re.compile(
-    r"(tables|vocabulary)/[0-9]{5}\.(rows|kept|arrow)|dense(\.compiled)?\.pt2|composed\.bin|calibration\.json|item\.pt2|items\.(vectors|arrow|index)"
+    r"(tables|vocabulary)/[0-9]{5}\.(rows|kept|arrow)|dense(\.compiled)?\.pt2|dense\.onnx|composed\.bin|calibration\.json|item\.(pt2|onnx)|items\.(vectors|arrow|index)"
 )
 UNFINISHED = ".export-"  # what the folders begin with that exports write in
 MAX_MANIFEST_BYTES = 64 << 20

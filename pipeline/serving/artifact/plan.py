@@ -160,7 +160,7 @@ def _logged(found: list[str]) -> list[str]:
 def settings_of(job: ExportJob) -> dict[str, Any]:
     """Return the settings that the artifact's bytes depend on."""
     settings = {key: value for key, value in asdict(job).items() if key not in NO_SETTINGS}
-    for name, usual in (("retrieval", RetrievalConfig()), ("calibration", CalibrationConfig())):
+    for name, usual in (("retrieval", RetrievalConfig()), ("calibration", CalibrationConfig()), ("onnx", False)):
         if getattr(job, name) == usual:  # earlier releases had no such settings
             del settings[name]
     return settings | ({"signed": True} if job.sign_key is not None else {})

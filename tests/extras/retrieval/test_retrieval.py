@@ -352,3 +352,14 @@ def test_a_manifest_that_was_resealed_with_what_cannot_be_is_one_line_of_error(
     (artifact / "manifest.json").write_text(seal_manifest(values, Purpose.ARTIFACT))
     with pytest.raises(DamagedError):
         Retriever.load(str(artifact))
+
+
+@pytest.mark.campaign
+def test_both_towers_are_written_as_onnx_and_certified(user_item_run: TrainSummary, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="pip install 'torchrec-pipeline[onnx]'")
+    summary = _export(user_item_run.run_dir, tmp_path / "artifact", "precision=fp32", "onnx=true")
+    manifest = read_manifest(summary.artifact)
+    assert {"dense.onnx", "item.onnx"} <= set(manifest.files)
+    splits = manifest.certificate["onnx"]["splits"]
+    assert all(each["rows"] and each["max_vector_difference"] < 1e-4 for each in splits.values())
+    assert "onnxruntime" in describe(summary)
