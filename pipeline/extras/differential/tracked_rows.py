@@ -20,6 +20,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from numpy.typing import NDArray
 from torch import nn
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.types import ShardingType
 
 from pipeline.checkpoint.changes import CHECKPOINT, Rows, ShardPlace, ShardRows
 from pipeline.config.training import CheckpointConfig
@@ -105,6 +106,10 @@ def _of_bits(num_rows: int, bits: Bits) -> _Shard:
     return _Shard(num_rows, read_and_clear)
 
 
+def _unchanged(num_rows: int) -> _Shard:
+    return _of_bits(num_rows, np.zeros(-(-num_rows // 8), np.uint8))
+
+
 def _of_device_bits(num_rows: int, bits: torch.Tensor) -> _Shard:
     def read_and_clear() -> Bits:
         found = bits.to("cpu", copy=True).numpy()
@@ -145,6 +150,15 @@ def _shards(model: nn.Module, replicated: ReplicatedTablesOptimizer | None) -> I
     for module in model.modules():
         if isinstance(module, ShardedEmbeddingBagCollection):
             yield from _fused_shards(module)
+        if isinstance(module, ShardedTables):
+            yield from _frozen_replicated(module)
+
+
+def _frozen_replicated(tables: ShardedTables) -> Iterator[tuple[ShardPlace, _Shard]]:
+    """Iterate over the frozen tables that every rank holds. No optimizer has them."""
+    for name, updates in tables.row_updates.items():
+        if updates.frozen and tables.module_sharding_plan[name].sharding_type == ShardingType.DATA_PARALLEL.value:
+            yield ShardPlace(name, 0, 0), _unchanged(len(tables.embedding_bags[name].weight))
 
 
 def _fused_shards(sharded: ShardedEmbeddingBagCollection) -> Iterator[tuple[ShardPlace, _Shard]]:
@@ -162,6 +176,9 @@ def _fused_shards(sharded: ShardedEmbeddingBagCollection) -> Iterator[tuple[Shar
                     )
                 continue  # replicated
             places = [ShardPlace(table.name, *_offsets(table)) for table in tables]
+            if getattr(fbgemm, "is_frozen", False):
+                yield from ((place, _unchanged(table.local_rows)) for place, table in zip(places, tables, strict=True))
+                continue
             yield from zip(places, _track(fbgemm, [table.local_rows for table in tables]), strict=True)
 
 
