@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import torch
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.train import TrainJob
 from pipeline.data.dataset import load_dataset
+from pipeline.extras.models.tasks.item_index import ItemIndex
 from pipeline.planner.resolved_job import resolve_job
 from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.training.hooks.base import TrainingState
 from pipeline.training.readers import open_reader
 from tests.end_to_end.user_items import job_words, train_on_rank
 from tests.support.ranks import RankPool
@@ -23,6 +26,8 @@ MIXED = [
     "model.negatives.count=31",
     "model.negatives.power=0.75",
     "trainer.max_steps=8",
+    "model.negatives.hard.count=3",
+    "model.negatives.hard.every_steps=3",
     "checkpoint.save_every_steps=4",
     "trainer.log_every_steps=2",
 ]
@@ -64,3 +69,27 @@ def test_a_training_batch_has_sampled_items_with_their_features_and_an_evaluatio
     for split, every_row in (("validation", False), ("train", True)):
         read = next(open_reader(resolved, split, context, every_row=every_row).batches(0))
         assert read.sparse_features.stride() == len(read.labels)
+
+
+def test_the_index_of_hard_negatives_has_the_items_of_the_current_tables(
+    user_item_data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[int] = []
+    indexes: list[torch.Tensor] = []
+    build = ItemIndex._build
+
+    def checked(self: ItemIndex, state: TrainingState) -> None:
+        build(self, state)
+        index, batch = self._task.item_index, next(self.parts.validation_reader.batches(0))
+        with torch.no_grad():
+            _, prediction = self.parts.model.eval()(batch)
+        self.parts.model.train()
+        known = prediction.item_ids > 0
+        torch.testing.assert_close(index[prediction.item_ids[known] - 1], prediction.items[known])
+        built.append(state.step)
+        indexes.append(index)
+
+    monkeypatch.setattr(ItemIndex, "_build", checked)
+    train_on_rank(0, job_words(user_item_data, tmp_path, *MIXED, "world_size=1"))
+    assert built == [0, 3, 6]
+    assert all(not torch.allclose(one, two, atol=1e-3) for one, two in itertools.pairwise(indexes))

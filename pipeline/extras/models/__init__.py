@@ -7,5 +7,6 @@ COMPONENTS = {
     "model": "pipeline.extras.models",
     "task": "pipeline.extras.models.tasks",
     "metric": "pipeline.extras.models.metrics",
+    "hook": "pipeline.extras.models.tasks.item_index",
     "loss": "pipeline.extras.models.tasks.regression_losses",
 }

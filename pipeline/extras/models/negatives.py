@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipeline.embeddings.row_frequencies import RowFrequencies
 from pipeline.embeddings.table import Table
 from pipeline.runtime.errors import ConfigError, check_at_least, check_choice
 
 KINDS = ("in_batch", "corpus", "mixed")
+
+
+@dataclass
+class HardNegativesConfig:
+    """Add to each clicked row's negatives the `count` items with the highest scores for its user,
+    among all items. The items' vectors are computed again every `every_steps` steps.
+    """
+
+    count: int = 0  # 0: none
+    every_steps: int = 500
+
+    def __post_init__(self) -> None:
+        check_at_least("model.negatives.hard.count", self.count, 0)
+        check_at_least("model.negatives.hard.every_steps", self.every_steps, 1)
 
 
 @dataclass
@@ -23,11 +37,17 @@ class NegativesConfig:
     kind: str = "in_batch"
     count: int = 1000
     power: float = 0.0  # 0: uniform; 1: by frequency
+    hard: HardNegativesConfig = field(default_factory=HardNegativesConfig)
 
     def __post_init__(self) -> None:
         check_choice("model.negatives.kind", self.kind, KINDS)
         check_at_least("model.negatives.count", self.count, 1)
         check_at_least("model.negatives.power", self.power, 0.0)
+        if self.hard.count and self.kind == "in_batch":
+            raise ConfigError(
+                f"model.negatives.hard.count={self.hard.count} needs sampled items, which stand for all other items: "
+                "set model.negatives.kind=mixed or corpus, or model.negatives.hard.count=0"
+            )
 
     @property
     def num_sampled(self) -> int:
@@ -38,11 +58,12 @@ class NegativesConfig:
         """Raise ConfigError if items cannot be sampled, or the probability of a negative is unknown."""
         if self.num_sampled:
             num_items = corpus_size(corpus_of(item, tables, f"model.negatives.kind={self.kind}"))
-            if num_items < self.count:
-                raise ConfigError(
-                    f"model.negatives.count={self.count}, but {item!r} has {num_items} items; "
-                    f"set model.negatives.count={max(1, num_items // 2)} or less"
-                )
+            for key, count, most in (("count", self.count, num_items), ("hard.count", self.hard.count, num_items - 1)):
+                if most < count:
+                    raise ConfigError(
+                        f"model.negatives.{key}={count}, but {item!r} has {num_items} items; "
+                        f"set model.negatives.{key}={max(1, num_items // 2)} or less"
+                    )
         if log_q_correction and self.kind != "corpus":
             corpus_of(item, tables, "model.log_q_correction", shared=False)
 

@@ -18,10 +18,10 @@ from pipeline.data.read.batch import Batch, keyed_jagged_tensor
 from pipeline.embeddings.compression.kind import Bags
 from pipeline.embeddings.table import Table
 from pipeline.embeddings.tables import resolve_tables
-from pipeline.extras.models.negatives import NegativesConfig, corpus_of
+from pipeline.extras.models.negatives import HardNegativesConfig, NegativesConfig, corpus_of
 from pipeline.extras.models.tasks.item_rows import NO_ITEM
 from pipeline.extras.models.tasks.negatives import CorpusProbability, SampledRows, append_rows
-from pipeline.extras.models.tasks.retrieval import RetrievalTask, first_ids
+from pipeline.extras.models.tasks.retrieval import RetrievalTask, first_ids, hardest_items
 from pipeline.extras.models.user_item import TwoTowerConfig
 from pipeline.runtime.errors import ConfigError
 from tests.support.messages import names
@@ -164,6 +164,11 @@ def test_a_popular_item_is_sampled_as_often_as_its_power_says() -> None:
     ("negatives", "hash_size", "message"),
     [
         ({"kind": "corpus", "count": NUM_ITEMS + 1}, None, f"model.negatives.count={NUM_ITEMS + 1} {NUM_ITEMS} items"),
+        (
+            {"kind": "corpus", "count": 4, "hard": HardNegativesConfig(count=NUM_ITEMS)},
+            None,
+            f"model.negatives.hard.count={NUM_ITEMS} {NUM_ITEMS} items",
+        ),
         ({"kind": "corpus", "count": 4}, NUM_ITEMS + 1, "model.negatives.kind=corpus item_id ids.kind=vocabulary"),
         ({"kind": "mixed", "count": 4}, NUM_ITEMS + 1, "model.negatives.kind=mixed item_id ids.kind=vocabulary"),
     ],
@@ -175,6 +180,38 @@ def test_items_that_cannot_be_sampled_are_an_error(
         _config(**negatives).negatives.check_tables("item_id", _tables(hash_size), False)
 
 
+def test_hard_negatives_without_sampled_ones_are_an_error() -> None:
+    with pytest.raises(ConfigError, match=names("model.negatives.hard.count=5 model.negatives.kind=mixed")):
+        NegativesConfig(hard=HardNegativesConfig(count=5))
+
+
 def test_other_models_have_no_negatives() -> None:
     with pytest.raises(ConfigError, match=names("model.negatives")):
         load_config(TrainJob, ["experiment=user_item_mf", "model.negatives.kind=corpus"])
+
+
+def test_hard_negatives_have_the_highest_scores_and_count_once() -> None:
+    """The hard negatives are summed exactly, the sampled ones estimate the remaining items."""
+    config = _config(kind="corpus", count=60)
+    config.negatives.hard.count = 5
+    task, random, steps = RetrievalTask(config, _tables()), np.random.default_rng(1), 400
+    task.item_index = ITEMS[1:]
+    positives = 1 + random.choice(NUM_ITEMS, ROWS, p=SHARES)
+    sample, scores = _sampler(config), USERS @ ITEMS[1:].T
+    own, candidates = torch.from_numpy(positives), torch.tensor([NO_ITEM, 0, *range(1, NUM_ITEMS + 9)])
+    hard, is_hard = hardest_items(ITEMS[1:], USERS, own, candidates, 5)
+    order = scores.scatter(1, own[:, None] - 1, -math.inf).argsort(dim=1, descending=True) + 1
+    assert hard.tolist() == order[:, :5].tolist()
+    assert [candidates[row].tolist() for row in is_hard] == [sorted(row) for row in hard.tolist()]
+    exact = (scores.exp().sum(dim=1) / scores.gather(1, own[:, None] - 1)[:, 0].exp()).numpy()
+    found = np.zeros((2, steps, ROWS))
+    for step in range(steps):
+        batch = _batch(positives)
+        batch = replace(batch, sparse_features=sample(batch.sparse_features, 0, step))
+        for number, index in enumerate((ITEMS[1:], None)):
+            task.item_index = index
+            found[number, step] = _loss(task, batch, USERS, ITEMS)[1].losses.exp().numpy()
+    errors = (found.mean(axis=1) - exact) / (found.std(axis=1) / steps**0.5)
+    spreads = (found.std(axis=1) / exact).mean(axis=1)
+    print("in standard errors", errors[0], "relative spread with and without", spreads)
+    assert (abs(errors[0]) < 4).all() and spreads[0] < spreads[1] / 2

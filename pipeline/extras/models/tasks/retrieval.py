@@ -23,7 +23,12 @@ from pipeline.embeddings.table import Table
 from pipeline.extras.models.negatives import corpus_of
 from pipeline.extras.models.tasks.item_rows import NO_ITEM
 from pipeline.extras.models.tasks.negatives import ExpectedCount, LogFrequency, sampled_rows
-from pipeline.extras.models.tasks.retrieval_metrics import RetrievalLossWindow, RetrievalMetrics, RetrievalPrediction
+from pipeline.extras.models.tasks.retrieval_metrics import (
+    SCORES_AT_ONCE,
+    RetrievalLossWindow,
+    RetrievalMetrics,
+    RetrievalPrediction,
+)
 from pipeline.extras.models.user_item import TwoTowerConfig
 from pipeline.models.tasks.task import Measure
 from pipeline.planner.resolved_job import ResolvedJob
@@ -52,7 +57,9 @@ class RetrievalTask(nn.Module):
         super().__init__()
         self._item_feature, self._temperature = config.item_features[0], config.temperature
         self._recall_at, self._hard_negatives = list(config.recall_at), config.hard_negatives
-        self._kind = config.negatives.kind
+        self._kind, self._num_hard = config.negatives.kind, config.negatives.hard.count
+        # vectors of all items [num_items, D], without gradient (extras/models/tasks/item_index.py)
+        self.item_index: torch.Tensor | None = None
         self._correction: nn.Module | None = None
         if config.log_q_correction and self._kind == "in_batch":
             self._correction = LogFrequency(corpus_of(self._item_feature, tables, "model.log_q_correction"))
@@ -132,7 +139,8 @@ class RetrievalTask(nn.Module):
         column 0 of the row's item [P].
 
         The row's item is always a candidate, so its score has no correction (Khrylchenko et al.,
-        RecSys 2025).
+        RecSys 2025). Hard negatives have none for the same reason, and the sampled negatives stand
+        for the other items only.
         """
         begin = len(weights) if self._kind == "corpus" else 0
         counted = torch.cat([ids[: len(weights)].masked_fill(weights == 0, NO_ITEM), ids[len(weights) :]])
@@ -142,8 +150,13 @@ class RetrievalTask(nn.Module):
             num_negatives = (candidate_ids != NO_ITEM).sum() - 1  # without the row's item
             scores = scores - self._correction(candidate_ids, num_negatives)
         hidden = (candidate_ids == ids[rows, None]) | (candidate_ids == NO_ITEM)
+        others = []
+        if self.item_index is not None:
+            hard, is_hard = hardest_items(self.item_index, users, ids[rows], candidate_ids, self._num_hard)
+            hidden = hidden | is_hard
+            others.append((users[:, None] * self.item_index[hard - 1]).sum(dim=2))
         positives = (users * items[rows]).sum(dim=1, keepdim=True)
-        scores = torch.cat([positives, scores.masked_fill(hidden, float("-inf"))], dim=1)
+        scores = torch.cat([positives, scores.masked_fill(hidden, float("-inf")), *others], dim=1)
         return scores, torch.zeros_like(rows)
 
 
@@ -157,6 +170,28 @@ def hardest_cross_entropy(scores: torch.Tensor, own: torch.Tensor, count: int) -
     positive = scores.gather(1, own[:, None])
     others = scores.scatter(1, own[:, None], float("-inf")).topk(min(count, scores.shape[1] - 1), dim=1).values
     return torch.cat([positive, others], dim=1).logsumexp(dim=1) - positive[:, 0]
+
+
+@torch.no_grad()
+def hardest_items(
+    index: torch.Tensor, users: torch.Tensor, own: torch.Tensor, candidate_ids: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ids [P, count] of the items with the highest scores for each user, without the
+    user's item `own` [P], and which of the candidates [N] are among them [P, N].
+
+    index: the vectors of items 1, 2, ... [num_items, D]. users: [P, D].
+    """
+    num_items = len(index)
+    # 0: a row without an item, or an item that a stream has added since the index was computed
+    own, candidate_ids = (torch.where((ids < 0) | (ids > num_items), 0, ids) for ids in (own, candidate_ids))
+    found = [candidate_ids.new_empty(0, count)]
+    among = [torch.zeros(0, len(candidate_ids), dtype=torch.bool, device=users.device)]
+    for block, items in zip(*(each.split(max(1, SCORES_AT_ONCE // num_items)) for each in (users, own)), strict=True):
+        scores = torch.cat([block.new_full((len(block), 1), float("-inf")), block @ index.T], dim=1)
+        best = scores.scatter_(1, items[:, None], float("-inf")).topk(count, dim=1).indices
+        found.append(best)
+        among.append(torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)[:, candidate_ids])
+    return torch.cat(found), torch.cat(among)
 
 
 def first_ids(sparse_features: KeyedJaggedTensor, feature: str) -> torch.Tensor:
