@@ -82,7 +82,7 @@ def _layers_of(kind: str, form: dict[str, Any]) -> list[Layers]:
 @pytest.mark.parametrize(
     ("kind", "form"),
     [
-        pytest.param(kind, form, id="-".join([kind, *form]), marks=[] if (kind, form) == ("din", {}) else pytest.mark.campaign)
+        pytest.param(kind, form, id="-".join([kind, *form]), marks=pytest.mark.long if (kind, form) == ("din", {}) else pytest.mark.campaign)
         for kind, form in FORMS
     ],
 )  # fmt: skip
@@ -105,6 +105,7 @@ def exported(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Expor
     return made_once(tmp_path_factory, "onnx", make_artifact)
 
 
+@pytest.mark.long
 def test_inputs_have_the_names_of_features_and_scores_are_those_of_the_artifact(
     exported: ExportSummary, small_run: Path
 ) -> None:
@@ -131,6 +132,7 @@ def test_inputs_have_the_names_of_features_and_scores_are_those_of_the_artifact(
     assert len(logits) == 256 and logits.std() > 0.1
 
 
+@pytest.mark.long
 def test_the_certificate_and_the_output_say_how_near_the_scores_are(exported: ExportSummary) -> None:
     about = read_manifest(exported.artifact).certificate
     (split,) = about["onnx"]["splits"].values()
@@ -140,6 +142,7 @@ def test_the_certificate_and_the_output_say_how_near_the_scores_are(exported: Ex
     assert about["calibration"]["kind"] == "platt"  # both additions are in one certificate
 
 
+@pytest.mark.long
 def test_scores_beyond_the_limit_are_refused_and_nothing_is_written(
     small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,15 +161,19 @@ def test_what_onnx_cannot_have_is_refused(small_run: Path, tmp_path: Path, monke
             load_config(ExportJob, [f"run={small_run}", "onnx=true", *words])
     with pytest.raises(ServingError, match=names("'dense' onnx=true")):
         onnx_bytes(nn.Identity(), 3, {"dense": 4}, None)
-    with pytest.raises(ServingError, match=names("torch.onnx onnx=true compiled=true")):
-        onnx_bytes(_Sorted(), 3, {"user": 4}, None)
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(ServingError, match=names("onnxscript torchrec-pipeline[onnx]")):
         run_export(small_run, tmp_path / "artifact", "onnx=true", *LIMITS)
 
 
-class _Sorted(nn.Module):
+class _Bessel(nn.Module):
     """Layers with an operator that ONNX does not have."""
 
     def forward(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
         return torch.special.spherical_bessel_j0(dense[:, 0] + pooled[:, 0])
+
+
+@pytest.mark.long
+def test_an_operator_that_onnx_does_not_have_is_named() -> None:
+    with pytest.raises(ServingError, match=names("torch.onnx spherical_bessel_j0 onnx=true compiled=true")):
+        onnx_bytes(_Bessel(), 3, {"user": 4}, None)

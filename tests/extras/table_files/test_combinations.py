@@ -61,7 +61,13 @@ def _tensors(run: Path) -> dict[str, torch.Tensor]:
 
 
 # test_table_files.py has the plain way in the default suite.
-@pytest.mark.parametrize("way", [pytest.param("plain", marks=pytest.mark.campaign), "differential", "tiers"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("plain", marks=pytest.mark.campaign),
+        *(pytest.param(way, marks=pytest.mark.long) for way in ("differential", "tiers")),
+    ],
+)
 def test_two_ranks_one_that_resumes_an_export_and_a_delta_agree_with_one_run(
     ranks: RankPool, data: tuple[Path, list[str]], straight: dict[str, torch.Tensor], tmp_path: Path, way: str
 ) -> None:
