@@ -35,6 +35,7 @@ VERBS_OF_EXTRAS = {
     "report": "runs",
     "runs": "runs",
     "select_features": "select_features",
+    "semantic_ids": "semantic_ids",
     "sweep": "sweep",
 }
 

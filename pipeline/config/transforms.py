@@ -50,6 +50,10 @@ class TransformConfig:
         """Return True if the result is standardized by the training rows."""
         return False
 
+    def stored(self) -> dict[str, Any]:
+        """Return the settings as dataset.json and artifacts store them: without names of files."""
+        return asdict(self)
+
     def apply(self, columns: Sequence[pa.Array]) -> pa.Array:
         """Compute the new column. `columns` are the inputs, [rows] each: float64, text or times as
         read; null if missing. Return [rows] of float64, string or list of string; null if the value
@@ -125,7 +129,7 @@ def make_transforms(declared: Mapping[str, Mapping[str, Any]]) -> dict[str, Tran
 
 def described(transforms: Mapping[str, TransformConfig], kinds: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return the transforms as dataset.json and artifacts store them. `kinds` are their names."""
-    return [{"column": column, "kind": kinds[column], "settings": asdict(each)} for column, each in transforms.items()]
+    return [{"column": column, "kind": kinds[column], "settings": each.stored()} for column, each in transforms.items()]
 
 
 def restore(described: Sequence[Mapping[str, Any]]) -> dict[str, TransformConfig]:

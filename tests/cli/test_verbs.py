@@ -46,6 +46,7 @@ VERBS = {
     "retrain",
     "runs",
     "select_features",
+    "semantic_ids",
     "serve",
     "sweep",
     "train",

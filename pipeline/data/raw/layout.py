@@ -183,7 +183,7 @@ def source_columns(config: DataConfig) -> ColumnsConfig:
 
 def with_inputs(columns: ColumnsConfig, transforms: Mapping[str, TransformConfig]) -> ColumnsConfig:
     """Return the columns of the source that are read: features, and further columns that transforms read."""
-    known = {*columns.dense, *columns.sparse, *columns.raw_lists}
+    known = {*columns.dense, *columns.sparse, *columns.raw_lists, *columns.vector_features}
     more = {name: kind for name, kind in raw_inputs(transforms).items() if name not in known}
     numbers = [name for name, kind in more.items() if kind == NUMBER]
     return replace(

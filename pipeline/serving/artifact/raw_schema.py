@@ -65,6 +65,8 @@ class RawSchema:
         of_vectors = {each for name, width in self.vectors.items() for each in vector_features(name, width)}
         kinds = {name: kind for name, kind in self.model_columns.items() if name not in made and name not in of_vectors}
         for name, kind in raw_inputs(made).items():
+            if name in of_vectors:
+                continue
             kinds.setdefault(name, DENSE if kind == NUMBER else SPARSE)
         kinds |= dict.fromkeys(self.vectors, VECTOR)
         return dict(sorted(kinds.items(), key=lambda item: (DENSE, SPARSE, MULTI_HOT, VECTOR).index(item[1])))
