@@ -26,7 +26,7 @@ EXPERIMENTS = {
         "quickstart", "quickstart_dlrm_dcn", "quickstart_deepfm", "quickstart_wide_deep", "quickstart_fm", "quickstart_lr",
         "quickstart_three_epochs", "dcnv2_three_epochs", "deepfm_three_epochs",
     ],
-    "histories": ["histories_din", "histories_bst", "histories_hstu", "histories_encoders"],
+    "histories": ["histories_din", "histories_dien", "histories_bst", "histories_hstu", "histories_encoders"],
     "tags": ["tags_lr"],
     "user_item": ["user_item_fm", "user_item_mf", "user_item_ncf"],
 }  # fmt: skip

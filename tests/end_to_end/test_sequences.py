@@ -137,12 +137,13 @@ def test_raw_rows_score_as_prepared_rows(run: Path, source: tuple[str, list[str]
     [
         ["model.search=history_category", "model.num_positions=2"],
         ["experiment=histories_bst"],
+        ["experiment=histories_dien"],
         ["experiment=histories_hstu"],
         ["experiment=histories_encoders"],
         ["tables.item_id.compression={kind: hash, ratio: 2}"],
         ["trainer.precision=bf16"],
     ],
-    ids=["search", "bst", "hstu", "encoders", "hash", "bf16"],
+    ids=["search", "bst", "dien", "hstu", "encoders", "hash", "bf16"],
 )
 def test_other_models_are_exported_and_serve_raw_rows_too(
     ranks: RankPool, source: tuple[str, list[str]], tmp_path: Path, words: list[str]

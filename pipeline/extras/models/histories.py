@@ -29,6 +29,7 @@ class HistoryConfig(LayersConfig):
     newest ids; None: all ids that the data keep. Other sequences of the data set are pooled.
     """
 
+    not_of_encoder: ClassVar[tuple[str, ...]] = ()  # settings that model=sequence_encoders cannot use
     init: str = "xavier_normal"
     sequences: list[str] = field(default_factory=lambda: ["history"])
     targets: list[str] = field(default_factory=lambda: ["item_id"])

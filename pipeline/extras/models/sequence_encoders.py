@@ -28,7 +28,7 @@ OF_MODEL = [each.name for each in fields(LayersConfig) if each.name != "kind"] +
 class SequenceEncodersConfig(LayersConfig):
     """Configure a model with several sequence encoders, such as one of clicks and one of purchases.
 
-    encoders: by a name of your choice, `kind` (the model whose encoder is used: din, bst, hstu)
+    encoders: by a name of your choice, `kind` (the model whose encoder is used: din, dien, bst, hstu)
     with that model's settings of its encoder: sequences, targets, num_positions and so on. An MLP
     reads the outputs of all encoders and all other features. Sequences of different encoders may
     have different lengths, and encoders may read the same sequence.
@@ -109,6 +109,8 @@ def _encoder_config(name: str, settings: dict[str, Any]) -> HistoryConfig:
         )
     if given := [each for each in OF_MODEL if each in settings]:
         raise ConfigError(f"{key}.{given[0]} is a setting of the whole model; set model.{given[0]}")
+    if given := [each for each in kinds[kind].not_of_encoder if each in settings]:
+        raise ConfigError(f"{key}.{given[0]} has an effect in model={kind} only; leave it out")
     with _keys_of(name):
         return read_settings(kinds[kind], settings, key, f"kind={kind}")
 

@@ -56,10 +56,11 @@ def test_each_encoder_reads_its_own_sequence_and_target() -> None:
 @pytest.mark.parametrize(
     ("encoders", "said"),
     [
-        ({"a": {"sequences": ["history"]}}, "model.encoders.a.kind din, bst, hstu"),
+        ({"a": {"sequences": ["history"]}}, "model.encoders.a.kind bst dien din hstu"),
         ({"a": {"kind": "hstv"}}, "model.encoders.a.kind 'hstu'"),
         ({"a": {"kind": "dlrm"}}, "model.encoders.a.kind=dlrm"),
         ({"a": ITEMS | {"dropout": 0.5}}, "model.encoders.a.dropout model.dropout"),
+        ({"a": {"kind": "dien", "auxiliary_weight": 0.5}}, "model.encoders.a.auxiliary_weight model=dien"),
         ({"a": ITEMS | {"sequence": ["history"]}}, "model.encoders.a.sequence 'sequences'"),
         ({"a": ITEMS | {"num_positions": "many"}}, "model.encoders.a.num_positions many"),
         ({"a": ITEMS | {"targets": []}}, "model.encoders.a.targets 0 model.encoders.a.sequences 2"),
