@@ -33,13 +33,14 @@ from tests.support.messages import mentions, names
 pytest.importorskip("onnxscript", reason="pip install 'torchrec-pipeline[onnx]'")
 onnxruntime = pytest.importorskip("onnxruntime", reason="pip install 'torchrec-pipeline[onnx]'")
 LIMITS = ["parity.max_rows=1000", "parity.splits=[validation]", "parity.max_ne_increase=1", "parity.max_auc_decrease=1"]
-OF_SEQUENCES = [kind for kind, config in components("model").items() if config().sequence_inputs]
+OF_SEQUENCES = {kind: histories.READ for kind, config in components("model").items() if config().sequence_inputs}
+OF_SEQUENCES["sequence_encoders"] = {"encoders": {kind: {"kind": kind, **histories.READ} for kind in ("din", "hstu")}}
 RETRIEVERS = [
     kind
     for kind, config in components("model").items()
     if getattr(find("task", config().task), "exports", "") == "towers"
 ]
-FORMS = [(kind, form) for kind in CLICK_MODELS for form in [{}, *VARIANTS.get(kind, [])]]
+FORMS = [(kind, form) for kind in CLICK_MODELS if kind not in OF_SEQUENCES for form in [{}, *VARIANTS.get(kind, [])]]
 FORMS += [(kind, {}) for kind in sorted({*TOWER_MODELS, *OF_SEQUENCES, *RETRIEVERS})]
 Layers = tuple[nn.Module, int, dict[str, int], int | None]  # num_dense, feature -> width, width of outputs
 
@@ -50,7 +51,7 @@ def _layers_of(kind: str, form: dict[str, Any]) -> list[Layers]:
     if kind in OF_SEQUENCES:
         data = histories.HistoriesConfig(num_rows=10)
         dataset = histories.generate(data).dataset()
-        config = components("model")[kind](**histories.READ)
+        config = components("model")[kind](**OF_SEQUENCES[kind])
         model = histories.build_task(config, histories.tables_of(config, dataset)).model
         keys, num_dense = dataset.sparse_feature_names, 0
     elif kind in RETRIEVERS:
@@ -77,6 +78,12 @@ def _layers_of(kind: str, form: dict[str, Any]) -> list[Layers]:
         model = task.model
     model = model.eval()
     return [(model, num_dense, dict(zip(keys, take_collection(model, keys), strict=True)), width)]
+
+
+@pytest.mark.campaign
+def test_every_model_of_the_package_is_converted() -> None:
+    ours = {kind for kind, config in components("model").items() if config.__module__.startswith("pipeline.")}
+    assert ours == {kind for kind, _ in FORMS}
 
 
 @pytest.mark.parametrize(
