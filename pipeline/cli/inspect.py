@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The findings about a raw file. yaml: the data config that reads it. text: what the command prints."""
+    """The findings about a raw file. yaml: the data config that reads it. text: what the command
+    prints. profile and proposal are None if a format recognized the file."""
 
     name: str
-    profile: Profile
-    proposal: Proposal
+    profile: Profile | None
+    proposal: Proposal | None
     yaml: str = field(repr=False)
     text: str = field(repr=False)
 
@@ -39,9 +40,11 @@ class Inspection:
 def look(job: InspectJob) -> Inspection:
     """Inspect the file. Raises DataError if no config can be made from it."""
     from pipeline.data.inspect.profile import profile
-    from pipeline.data.inspect.propose import as_text, as_yaml, propose
+    from pipeline.data.inspect.propose import as_text, as_yaml, propose, propose_format
 
     name = job.data_name or re.sub(r"\W+", "_", Path(job.source).name.partition(".")[0]).strip("_").lower()
+    if job.label is None and (known := propose_format(job.source, name)):
+        return Inspection(name, None, None, *known)
     found = profile(job.source, job.label, job.max_rows, job.label_values, job.label_threshold)
     proposal = propose(found, name)
     return Inspection(name, found, proposal, as_yaml(proposal, found), as_text(proposal, found))

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from pipeline.config.registry import components
 from pipeline.data.inspect.lists import LIST_SHARE, SEPARATORS
 from pipeline.data.inspect.profile import FEW_VALUES, LABEL_NAMES, Column, Profile
 from pipeline.runtime.masking import one_line
@@ -95,6 +96,17 @@ def propose(profile: Profile, name: str) -> Proposal:
             "no column is a time: the last rows validate and test; where rows are in no order of time, say split.kind=random"
         )
     return Proposal(roles, config, remarks)
+
+
+def propose_format(path: str, name: str) -> tuple[str, str] | None:
+    """Return the text of a data config, and a description of the file, if a registered format
+    recognizes the file; otherwise None.
+    """
+    for form in components("format").values():
+        if found := form().propose(path):
+            config, described = found
+            return _with_remarks(path, [described], {"name": name, **config}), described
+    return None
 
 
 def _role(column: Column, profile: Profile, separator: str) -> tuple[str, str]:
@@ -236,17 +248,18 @@ def _remarks(profile: Profile, roles: dict[str, tuple[str, str]]) -> list[str]:
 
 def as_yaml(proposal: Proposal, profile: Profile) -> str:
     """Return the text of a file of conf/data. Columns that are left out are comments."""
-    lines = [
-        f"# Proposed by `python -m pipeline inspect {word('source', profile.path)}` from {profile.rows:,} rows: look it through."
-    ]
     left_out = [(name, why) for name, (role, why) in proposal.roles.items() if role == "left out"]
-    lines += [f"# Left out: {name or '(no name)'}, {why}." for name, why in left_out]
-    lines += [f"# {remark}" for remark in proposal.remarks]
-    return (
-        "\n".join(lines)
-        + "\n"
-        + yaml.safe_dump(proposal.config, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True)
-    )
+    remarks = [
+        f"{profile.rows:,} rows were read.",
+        *(f"Left out: {name or '(no name)'}, {why}." for name, why in left_out),
+    ]
+    return _with_remarks(profile.path, [*remarks, *proposal.remarks], proposal.config)
+
+
+def _with_remarks(path: str, remarks: list[str], config: dict[str, Any]) -> str:
+    lines = [f"Proposed by `python -m pipeline inspect {word('source', path)}`: look it through.", *remarks]
+    text = yaml.safe_dump(config, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True)
+    return "".join(f"# {line}\n" for line in lines) + text
 
 
 def as_text(proposal: Proposal, profile: Profile) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pipeline.config.columns import ColumnsConfig
 from pipeline.config.data import DataConfig
@@ -129,6 +130,11 @@ class Format:
         """Return True if files of this format can have these features."""
         fixed = self.columns
         return fixed is None or (columns.dense, columns.sparse, columns.raw_lists) == (fixed.dense, fixed.sparse, [])
+
+    def propose(self, path: str) -> tuple[dict[str, Any], str] | None:
+        """Return the settings of a data config, and a line that describes the file, if `inspect`
+        can tell from its first lines that the file has this format; otherwise None."""
+        return None
 
     def unlabelled_header(self, source: Source, columns: ColumnsConfig) -> tuple[str, ...] | None:
         """Return the header of rows to score if the file does not contain it, otherwise None.
