@@ -28,7 +28,8 @@ CLICKS = ["dlrm", "dlrm_dcn", "dcn", "dcnv2", "gdcn", "deepfm", "simple_deepfm",
 USER_ITEM = ["user_item_mf", "user_item_ncf", "user_item_two_tower"]
 LABELS = ["conversions_shared_bottom", "conversions_mmoe", "conversions_ple", "conversions_dbmtl", "conversions_pepnet",
           "conversions_esmm"]  # fmt: skip
-SEQUENCES = ["histories_din", "histories_dien", "histories_bst", "histories_hstu", "histories_encoders"]
+SEQUENCES = ["histories_din", "histories_dien", "histories_bst", "histories_hstu", "histories_encoders",
+             "histories_sasrec", "histories_hstu_retrieval"]  # fmt: skip
 TABLES = {
     "quickstart": [f"cat_{number}" for number in range(26)],
     "user_item": ["user_id", "user_group", "item_id", "item_genre"],

@@ -1,4 +1,4 @@
-"""More models: AutoInt, xDeepFM, GDCN, MaskNet, FinalMLP, FinalNet, Wukong, DIEN, BST, HSTU, several sequence encoders, and the models of several labels (shared bottom, MMoE, PLE, ESMM, DBMTL, PEPNet).
+"""More models: AutoInt, xDeepFM, GDCN, MaskNet, FinalMLP, FinalNet, Wukong, DIEN, BST, HSTU, several sequence encoders, SASRec, and the models of several labels (shared bottom, MMoE, PLE, ESMM, DBMTL, PEPNet).
 
 Each file is one model, as in pipeline/models, and uses the layers, tasks and base classes of the core.
 """

@@ -34,7 +34,8 @@ class TowerLayers(nn.Module):
         """Remove parts without gradients, because they are unused and would be written into the artifact."""
         self.eval().requires_grad_(True)
         names = [name for name, _ in self.model.named_parameters()]
-        vectors = self(torch.ones(2, self.num_dense), torch.ones(2, self.pooled_dim))
+        # zeros: counts of ids are among the columns. A tower without parameters returns the columns.
+        vectors = self(torch.zeros(2, self.num_dense), torch.zeros(2, self.pooled_dim, requires_grad=True))
         gradients = torch.autograd.grad(vectors.sum(), list(self.model.parameters()), allow_unused=True)
         used = {name.partition(".")[0] for name, each in zip(names, gradients, strict=True) if each is not None}
         for name, child in list(self.model.named_children()):

@@ -1,6 +1,6 @@
 """Read files with a line for each user, `user item item ...` in the order of time, and leave the last items out for validation and test.
 
-`data.format=user_sequences`; data=amazon_beauty and data=amazon_toys are examples.
+`data=user_sequences` reads such a file, and `experiment=user_sequences_sasrec` retrieves the next item.
 """
 
 COMPONENTS = {"format": "pipeline.extras.user_sequences.format"}

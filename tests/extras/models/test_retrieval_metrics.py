@@ -27,8 +27,11 @@ def _predictions() -> list[RetrievalPrediction]:
         users = torch.randint(-2, 3, (BATCH, DIM), generator=generator).float()
         labels = torch.randint(0, 2, (BATCH,), generator=generator).float()
         weights = (torch.rand(BATCH, generator=generator) > 0.2).float()
-        zeros = torch.zeros(BATCH)
-        found.append(RetrievalPrediction(zeros.sum(), zeros, labels, weights, users, vectors[ids], ids))
+        zeros, history = torch.zeros(BATCH), torch.randint(-1, NUM_ITEMS, (BATCH, 3), generator=generator)
+        further = (history, vectors[history.clamp(min=0)])
+        found.append(
+            RetrievalPrediction(zeros.sum(), zeros, labels, weights, users, vectors[ids], ids, further, history)
+        )
     return found
 
 
@@ -36,13 +39,16 @@ def _measured(rank: int, world_size: int) -> dict[str, float]:
     measure, share = RetrievalMetrics(init_distributed(), [1, 5]), BATCH // world_size
     for one in _predictions():
         mine = slice(rank * share, (rank + 1) * share)
-        measure.update(RetrievalPrediction(one.loss, *(value[mine] for value in one[1:])))
+        assert one.history is not None
+        history = (one.history[0][mine], one.history[1][mine])
+        parts = one._replace(**{name: getattr(one, name)[mine] for name in one._fields[1:] if name != "history"})
+        measure.update(parts._replace(history=history))
     return measure.compute()
 
 
 def _brute_force() -> dict[str, float]:
     items: dict[int, torch.Tensor] = {}
-    clicks: list[tuple[torch.Tensor, int]] = []
+    clicks: list[tuple[torch.Tensor, int, set[int]]] = []
     num_samples = 0
     for one in _predictions():
         for row in torch.nonzero(one.sample_weights > 0).flatten().tolist():
@@ -50,13 +56,17 @@ def _brute_force() -> dict[str, float]:
             if one.item_ids[row] > 0:
                 items.setdefault(int(one.item_ids[row]), one.items[row])
             if one.labels[row] > 0:
-                clicks.append((one.users[row], int(one.item_ids[row])))
+                seen = set(one.seen[row].tolist()) - {int(one.item_ids[row])}
+                clicks.append((one.users[row], int(one.item_ids[row]), seen))
+            for item, vector in zip(*(part[row] for part in one.history), strict=True):
+                if item > 0:
+                    items.setdefault(int(item), vector)
     places = []
-    for user, wanted in clicks:
+    for user, wanted, seen in clicks:
         if wanted == 0:
             places.append(math.inf)
             continue
-        scores = {item: float(user @ vector) for item, vector in items.items()}
+        scores = {item: float(user @ vector) for item, vector in items.items() if item not in seen}
         above = sum(score > scores[wanted] for score in scores.values())
         ties = sum(score == scores[wanted] for score in scores.values()) - 1
         places.append(1 + above + ties / 2)
@@ -64,6 +74,8 @@ def _brute_force() -> dict[str, float]:
     return {
         "recall_at_1": sum(place <= 1 for place in places) / count,
         "recall_at_5": sum(place <= 5 for place in places) / count,
+        "ndcg_at_1": sum(1 / math.log2(1 + place) for place in places if place <= 1) / count,
+        "ndcg_at_5": sum(1 / math.log2(1 + place) for place in places if place <= 5) / count,
         "mrr": sum(1 / place for place in places) / count,
         "num_clicked": count,
         "catalogue_items": len(items),

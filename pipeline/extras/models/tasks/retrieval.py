@@ -1,5 +1,5 @@
 """Train item retrieval: each clicked row's item against the items of the global batch, or items
-sampled from the corpus (extras/models/tasks/negatives.py). Measure recall@k and MRR.
+sampled from the corpus (extras/models/tasks/negatives.py). Measure recall@k, NDCG@k and MRR.
 
 Negatives come from all ranks, so that a step is the same for any number of ranks: item vectors are
 gathered, and their gradients are summed and returned to their ranks. With a batch of 8192 and
@@ -21,6 +21,7 @@ from pipeline.data.read.batch import Batch, ExtraRows
 from pipeline.devices.cpu.host_exchange import all_gather, num_exchanging_ranks, reduce_scatter
 from pipeline.embeddings.table import Table
 from pipeline.extras.models.negatives import corpus_of
+from pipeline.extras.models.next_items import NextItemConfig
 from pipeline.extras.models.tasks.item_rows import NO_ITEM
 from pipeline.extras.models.tasks.negatives import ExpectedCount, LogFrequency, sampled_rows
 from pipeline.extras.models.tasks.retrieval_metrics import (
@@ -50,10 +51,10 @@ class RetrievalTask(nn.Module):
 
     @staticmethod
     def extra_rows(resolved: ResolvedJob, rank: int) -> ExtraRows | None:
-        config = cast(TwoTowerConfig, resolved.job.model)
+        config = cast("TwoTowerConfig | NextItemConfig", resolved.job.model)
         return sampled_rows(config.negatives, config.item_features, resolved, rank)
 
-    def __init__(self, config: TwoTowerConfig, tables: list[Table]) -> None:
+    def __init__(self, config: TwoTowerConfig | NextItemConfig, tables: list[Table]) -> None:
         super().__init__()
         self._item_feature, self._temperature = config.item_features[0], config.temperature
         self._recall_at, self._hard_negatives = list(config.recall_at), config.hard_negatives
@@ -123,7 +124,7 @@ class RetrievalTask(nn.Module):
         """Collective: return the scores [P, N] of all items of the global batch, -inf if one is
         neither the row's item nor a negative, and the column of the row's item [P].
         """
-        own = rows + _rank() * len(items)
+        own = rows + own_rank() * len(items)
         candidates, candidate_ids, weights = gather_rows(items), gather_rows(ids), gather_rows(weights)
         scores = users @ candidates.T
         if self._correction is not None:
@@ -224,5 +225,5 @@ class _Gathered(torch.autograd.Function):
         return reduce_scatter(gradient.unflatten(0, (world, len(gradient) // world)))
 
 
-def _rank() -> int:
+def own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0

@@ -1,8 +1,9 @@
-"""Measure exact recall@k and MRR of users' and items' vectors against all items of the split.
+"""Measure exact recall@k, NDCG@k and MRR of users' and items' vectors against all items of the
+split.
 
-The catalogue is every item of the split's rows. Each clicked row finds the position of its item
-among all items by score. The unknown item (id 0) cannot be retrieved: it is in no catalogue, and a
-click on it is a miss.
+The catalogue is every item of the split's rows, and of their histories if the model reads one. Each
+clicked row finds the position of its item among all items by score. The unknown item (id 0) cannot
+be retrieved: it is in no catalogue, and a click on it is a miss.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ SCORES_AT_ONCE = 1 << 24  # numbers in one block of scores, 64 MiB
 class RetrievalPrediction(NamedTuple):
     """Hold detached tensors: losses [B] (0 if a row is not a positive), users and items [B, D]
     float32, item_ids [B].
+
+    history: ids [B, L] and vectors [B, L, D] of further items of the row, which are in the catalogue.
+    seen [B, L]: ids of items that are not ranked for the row, because the user has seen them.
     """
 
     loss: torch.Tensor  # scalar
@@ -31,6 +35,8 @@ class RetrievalPrediction(NamedTuple):
     users: torch.Tensor
     items: torch.Tensor
     item_ids: torch.Tensor
+    history: tuple[torch.Tensor, torch.Tensor] | None = None
+    seen: torch.Tensor | None = None
 
 
 class RetrievalLossWindow:
@@ -72,6 +78,7 @@ class RetrievalMetrics:
         self._item_ids: list[torch.Tensor] = []
         self._users: list[torch.Tensor] = []
         self._wanted: list[torch.Tensor] = []
+        self._not_ranked: list[torch.Tensor] = []
         self._weights: list[torch.Tensor] = []
         self._num_samples = 0
 
@@ -81,9 +88,14 @@ class RetrievalMetrics:
         clicked = prediction.labels[real].cpu() > 0
         self._users.append(prediction.users[real].cpu()[clicked])
         self._wanted.append(ids[clicked])
+        seen = ids[:, None][:, :0] if prediction.seen is None else prediction.seen[real].cpu()
+        self._not_ranked.append(seen[clicked])
         self._weights.append(prediction.sample_weights[real].double().cpu()[clicked])
         self._num_samples += len(ids)
         self._add_items(ids, items)
+        if prediction.history is not None:
+            more_ids, more = (part[real].flatten(0, 1).cpu() for part in prediction.history)
+            self._add_items(more_ids[more_ids > UNKNOWN_ITEM], more[more_ids > UNKNOWN_ITEM])
 
     def _add_items(self, ids: torch.Tensor, items: torch.Tensor) -> None:
         distinct, first = _first_positions(ids)
@@ -100,23 +112,27 @@ class RetrievalMetrics:
         """Collective: return the metrics, equal on every rank.
 
         recall_at_k: the share of clicked rows, by weight, whose item is among the k best; items
-        with equal scores count as half above and half below. mrr: the mean of 1 / position. NaN
-        without a clicked row.
+        with equal scores count as half above and half below. ndcg_at_k: the mean of 1 / log2(1 +
+        position) for positions up to k, 0 for others. mrr: the mean of 1 / position. NaN without a
+        clicked row.
         """
         ids, items = self._catalogue()
         positions = [
-            _positions(users, wanted, ids, items) for users, wanted in zip(self._users, self._wanted, strict=True)
+            _positions(*of_users, ids, items)
+            for of_users in zip(self._users, self._wanted, self._not_ranked, strict=True)
         ]
         local, weights = (
             torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64) for parts in (positions, self._weights)
         )
         sums = [weights[local <= k].sum() for k in self._recall_at]
+        sums += [(weights / torch.log2(1 + local))[local <= k].sum() for k in self._recall_at]
         sums += [(weights / local).sum(), weights.sum(), torch.tensor(len(local)), torch.tensor(self._num_samples)]
         total = torch.stack([value.double() for value in sums]).to(self._context.device)
         if self._context.world_size > 1:
             dist.all_reduce(total)
-        *hits, reciprocal, weight, num_clicked, num_samples = total.tolist()
-        found = {f"recall_at_{k}": _share(hit, weight) for k, hit in zip(self._recall_at, hits, strict=True)}
+        *sums_at, reciprocal, weight, num_clicked, num_samples = total.tolist()
+        names = [f"{name}_at_{k}" for name in ("recall", "ndcg") for k in self._recall_at]
+        found = {name: _share(part, weight) for name, part in zip(names, sums_at, strict=True)}
         return {
             **found,
             "mrr": _share(reciprocal, weight),
@@ -148,9 +164,12 @@ def _first_positions(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return distinct, first.scatter_reduce(0, position, torch.arange(len(ids)), "amin")
 
 
-def _positions(users: torch.Tensor, wanted: torch.Tensor, ids: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+def _positions(
+    users: torch.Tensor, wanted: torch.Tensor, not_ranked: torch.Tensor, ids: torch.Tensor, items: torch.Tensor
+) -> torch.Tensor:
     """Return [P] float64: the position (from 1) of each user's clicked item among all items by
-    score; infinite if the catalogue lacks the item.
+    score, without the items of the user's row of `not_ranked` [P, L]; infinite if the catalogue
+    lacks the item.
     """
     positions = torch.full((len(users),), math.inf, dtype=torch.float64)
     known = torch.nonzero(wanted > UNKNOWN_ITEM).flatten()
@@ -159,6 +178,9 @@ def _positions(users: torch.Tensor, wanted: torch.Tensor, ids: torch.Tensor, ite
             continue
         scores = users[rows] @ items.T
         own = scores.gather(1, torch.searchsorted(ids, wanted[rows])[:, None])
+        left_out = not_ranked[rows]
+        row, number = torch.nonzero((left_out > UNKNOWN_ITEM) & (left_out != wanted[rows, None]), as_tuple=True)
+        scores[row, torch.searchsorted(ids, left_out[row, number])] = -math.inf
         above, equal = (scores > own).sum(dim=1), (scores == own).sum(dim=1) - 1
         positions[rows] = 1 + above.double() + equal.double() / 2
     return positions
