@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.data import DataConfig, ReaderConfig
@@ -130,6 +131,29 @@ def test_a_reader_pauses_once_for_the_batches_that_it_gave_and_reads_on(
     assert not isinstance(ended.value, InputPausedError), "there is nothing to save"
     given = [row for batch in [*first, *second] for row in batch]
     assert given == rows_of(encoder.encode([Lines("all", 0, lines[:200], list(range(200)))]).batch)
+
+
+def test_rows_of_a_task_are_added_by_the_number_of_the_batch(
+    clicks: tuple[DataConfig, list[bytes]], tmp_path: Path
+) -> None:
+    """A resumed run reads batch 2 as number 2, so it gets the same additional rows."""
+    (tmp_path / "clicks").mkdir()
+    (tmp_path / "clicks" / "a.tsv").write_bytes(b"".join(line + b"\n" for line in clicks[1][:200]))
+    numbers: list[tuple[int, int]] = []
+
+    def extra_rows(features: KeyedJaggedTensor, epoch: int, batch: int) -> KeyedJaggedTensor:
+        numbers.append((epoch, batch))
+        return features
+
+    data = clicks[0]
+    adding = LineEncoder(data, load_dataset(data.path), FAST, [Target("label")], lambda ids: ids, extra_rows=extra_rows)
+    reader = _reader(tmp_path / "clicks", tmp_path / "run", adding)
+    until_the_end(reader.batches(0))
+    place = reader.place(2)
+    again = _reader(tmp_path / "clicks", tmp_path / "run", adding)
+    again.go_to(2, place)
+    until_the_end(again.batches(0, 2))
+    assert numbers == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 2), (0, 3)]
 
 
 def test_a_reader_that_begins_again_gives_the_batches_that_it_had_given(
