@@ -215,3 +215,26 @@ def test_hard_negatives_have_the_highest_scores_and_count_once() -> None:
     spreads = (found.std(axis=1) / exact).mean(axis=1)
     print("in standard errors", errors[0], "relative spread with and without", spreads)
     assert (abs(errors[0]) < 4).all() and spreads[0] < spreads[1] / 2
+
+
+def test_hard_negatives_sharpen_the_gradient_of_users_and_leave_that_of_items() -> None:
+    config = _config(kind="corpus", count=60)
+    config.negatives.hard.count = 5
+    task, sample = RetrievalTask(config, _tables()), _sampler(config)
+    positives = np.arange(1, ROWS + 1)
+    target = torch.from_numpy(positives) - 1
+    errors, items_of = {True: 0.0, False: 0.0}, {}
+    for step in range(40):
+        batch = _batch(positives)
+        batch = replace(batch, sparse_features=sample(batch.sparse_features, 0, step))
+        for is_hard in errors:
+            task.item_index = ITEMS[1:] if is_hard else None
+            users, items = USERS.clone().requires_grad_(), ITEMS.clone().requires_grad_()
+            _loss(task, batch, users, items)[0].backward()
+            exact = USERS.clone().requires_grad_()
+            torch.nn.functional.cross_entropy(exact @ ITEMS[1:].T, target).backward()
+            errors[is_hard] += float((users.grad - exact.grad).square().sum())
+            items_of[is_hard] = items.grad
+        torch.testing.assert_close(items_of[True], items_of[False])
+    print("squared errors of the users' gradients, with hard negatives and without", errors)
+    assert errors[True] < errors[False] / 3

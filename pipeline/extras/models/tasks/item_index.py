@@ -2,8 +2,8 @@
 (model.negatives.hard).
 
 A row's hard negatives are the items with the highest scores for its user. The scores are exact, by
-vectors of an earlier step, so hard negatives give a gradient to users only (Wang et al., WWW 2021,
-section 3.2). Each rank has the vectors of all items.
+vectors of an earlier step, so hard negatives give a gradient to users only. Each rank has the
+vectors of all items.
 """
 
 from __future__ import annotations

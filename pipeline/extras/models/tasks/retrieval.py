@@ -110,10 +110,19 @@ class RetrievalTask(nn.Module):
     ) -> torch.Tensor:
         """Collective: return the losses [P] of `rows` [P] of this rank's batch."""
         users = users[rows] / self._temperature
+        rest = (ids, sample_weights, rows)
         if self._kind == "in_batch":
-            scores, own = self._in_batch(users, items, ids, sample_weights, rows)
-        else:
-            scores, own = self._sampled(users, items, ids, sample_weights, rows)
+            return self._softmax(*self._in_batch(users, items, *rest))
+        if self.item_index is None:
+            return self._softmax(*self._sampled(users, items, *rest))
+        # The vectors of hard negatives are constants. An item that is always a hard negative would
+        # never be moved away from a user, so items get the gradient of the estimate without them.
+        of_users = self._softmax(*self._sampled(users, items.detach(), *rest, self.item_index))
+        of_items = self._softmax(*self._sampled(users.detach(), items, *rest))
+        return of_users + of_items - of_items.detach()
+
+    def _softmax(self, scores: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """Return the losses [P] for scores [P, N] and the column of the row's item [P]."""
         if self._hard_negatives is None:
             return F.cross_entropy(scores, own, reduction="none")
         return hardest_cross_entropy(scores, own, self._hard_negatives)
@@ -134,10 +143,16 @@ class RetrievalTask(nn.Module):
         return scores.masked_fill(hidden, float("-inf")), own
 
     def _sampled(
-        self, users: torch.Tensor, items: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor
+        self,
+        users: torch.Tensor,
+        items: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        rows: torch.Tensor,
+        index: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Collective: return the scores [P, 1 + N] of the row's item and of all negatives, and the
-        column 0 of the row's item [P].
+        column 0 of the row's item [P]. `index`: the vectors to find hard negatives in.
 
         The row's item is always a candidate, so its score has no correction (Khrylchenko et al.,
         RecSys 2025). Hard negatives have none for the same reason, and the sampled negatives stand
@@ -152,10 +167,10 @@ class RetrievalTask(nn.Module):
             scores = scores - self._correction(candidate_ids, num_negatives)
         hidden = (candidate_ids == ids[rows, None]) | (candidate_ids == NO_ITEM)
         others = []
-        if self.item_index is not None:
-            hard, is_hard = hardest_items(self.item_index, users, ids[rows], candidate_ids, self._num_hard)
+        if index is not None:
+            hard, is_hard = hardest_items(index, users, ids[rows], candidate_ids, self._num_hard)
             hidden = hidden | is_hard
-            others.append((users[:, None] * self.item_index[hard - 1]).sum(dim=2))
+            others.append((users[:, None] * index[hard - 1]).sum(dim=2))
         positives = (users * items[rows]).sum(dim=1, keepdim=True)
         scores = torch.cat([positives, scores.masked_fill(hidden, float("-inf")), *others], dim=1)
         return scores, torch.zeros_like(rows)
