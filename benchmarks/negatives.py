@@ -1,6 +1,6 @@
 """Compare the negatives of a two-tower on generated clicks with a skewed popularity:
 
-    python -m benchmarks.negatives [--seeds 3] [--output docs/measurements/negatives.json]
+    python -m benchmarks.negatives [--seeds 2] [--output docs/measurements/negatives.json]
 
 An item's probability is about 1 / rank, so a few items have most of the rows. Ways differ in the negatives and their
 correction; all have the same rows, towers, optimizer and steps. Recall and MRR are of the clicked test rows, among all
@@ -40,7 +40,7 @@ WAYS: dict[str, list[str]] = {
     "mixed, uniform, 20 hard": [
         "model.negatives.kind=mixed",
         "model.negatives.hard.count=20",
-        "model.negatives.hard.every_steps=50",
+        "model.negatives.hard.every_steps=10",
     ],
 }
 TEMPERATURES = ("0.1", "0.2")
@@ -118,10 +118,10 @@ def figures(measured: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=300_000)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=150_000)
     parser.add_argument("--items", type=int, default=3000)
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     logging.disable(logging.WARNING)

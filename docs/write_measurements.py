@@ -68,6 +68,13 @@ PAGES = {
         "columns are the HR@10 and NDCG@10 that S3-Rec's authors print. `python -m benchmarks.next_item --sources FILE ...` takes the files of "
         "other sets, such as Sports and Yelp.",
     ),
+    "negatives": (
+        "Negatives of a two-tower",
+        "Generated clicks, where an item's probability is about 1 / rank. Ways differ in the negatives of the two-tower and in the "
+        "correction of their scores ([negatives](../do/models.md#negatives-from-the-corpus)). Recall and MRR are of clicked test rows, "
+        "among all items of the test split: means over seeds. Each way has the better of two temperatures by recall@10 on validation rows of "
+        "another seed. `step cpu` is the CPU time of a step, compared with the first way.",
+    ),
     "debiasing": (
         "Propensity weights on random ratings of Coat",
         "Users rated items of their choice (training and validation), and random items (the test). Weights are 1 / propensity, by naive "
