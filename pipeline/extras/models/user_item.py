@@ -121,7 +121,7 @@ class TwoTowerConfig(LayersConfig):
     the user's tower, because they describe the request. A row's negatives are the items of all rows
     of the global batch, on all ranks, or items of the corpus (`negatives`). `log_q_correction`
     subtracts each item's log frequency among them, because frequent items are frequent negatives.
-    hard_negatives: how many negatives, those with the highest scores, are used in a row's loss;
+    hard_negatives: how many negatives with the highest scores are used in a row's loss;
     None: all.
     """
 

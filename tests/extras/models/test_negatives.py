@@ -67,7 +67,7 @@ def _loss(task: RetrievalTask, batch: Batch, users: torch.Tensor, items: torch.T
 
 
 def _tasks(config: TwoTowerConfig) -> list[RetrievalTask]:
-    """With and without the correction."""
+    """Return the task with the correction, and without it."""
     return [RetrievalTask(replace(config, log_q_correction=on), _tables()) for on in (True, False)]
 
 

@@ -1,4 +1,4 @@
-"""Find the ids of items' features in the training rows: those of each item's last row count."""
+"""Find the ids of items' features in the item's last training row."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from pipeline.extras.models.negatives import NegativesConfig, corpus_of, corpus_
 from pipeline.extras.models.tasks.item_rows import NO_ITEM, ItemBags
 from pipeline.planner.resolved_job import ResolvedJob
 
-SALT = 0x6E6567  # the sampler's random numbers differ from those of the reader with the same seed
+SALT = 0x6E6567  # the sampler has other random numbers than the reader with the same seed
 
 # Ids of sampled items [num_rows], NO_ITEM for a row without ids -> the bags of each item feature
 BagsOfItems = Callable[[NDArray[np.int64]], dict[str, Bags]]
