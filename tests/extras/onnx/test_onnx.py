@@ -13,7 +13,7 @@ from torch import nn
 
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.evaluate import ExportJob
-from pipeline.config.registry import components, find
+from pipeline.config.registry import components
 from pipeline.extras.onnx.program import OnnxProgram, onnx_bytes
 from pipeline.extras.retrieval.tower_layers import TowerLayers
 from pipeline.models.build import build_model
@@ -33,13 +33,14 @@ from tests.support.messages import mentions, names
 pytest.importorskip("onnxscript", reason="pip install 'torchrec-pipeline[onnx]'")
 onnxruntime = pytest.importorskip("onnxruntime", reason="pip install 'torchrec-pipeline[onnx]'")
 LIMITS = ["parity.max_rows=1000", "parity.splits=[validation]", "parity.max_ne_increase=1", "parity.max_auc_decrease=1"]
-OF_SEQUENCES = {kind: histories.READ for kind, config in components("model").items() if config().sequence_inputs}
-OF_SEQUENCES["sequence_encoders"] = {"encoders": {kind: {"kind": kind, **histories.READ} for kind in ("din", "hstu")}}
-RETRIEVERS = [
-    kind
+NOT_TRIED = {"sasrec", "hstu_retrieval"}  # docs/do/other_programs.md says so
+OF_SEQUENCES = {
+    kind: histories.READ
     for kind, config in components("model").items()
-    if getattr(find("task", config().task), "exports", "") == "towers"
-]
+    if config().sequence_inputs and kind not in NOT_TRIED
+}
+OF_SEQUENCES["sequence_encoders"] = {"encoders": {kind: {"kind": kind, **histories.READ} for kind in ("din", "hstu")}}
+RETRIEVERS = ["two_tower"]
 FORMS = [(kind, form) for kind in CLICK_MODELS if kind not in OF_SEQUENCES for form in [{}, *VARIANTS.get(kind, [])]]
 FORMS += [(kind, {}) for kind in sorted({*TOWER_MODELS, *OF_SEQUENCES, *RETRIEVERS})]
 Layers = tuple[nn.Module, int, dict[str, int], int | None]  # num_dense, feature -> width, width of outputs
@@ -83,7 +84,7 @@ def _layers_of(kind: str, form: dict[str, Any]) -> list[Layers]:
 @pytest.mark.campaign
 def test_every_model_of_the_package_is_converted() -> None:
     ours = {kind for kind, config in components("model").items() if config.__module__.startswith("pipeline.")}
-    assert ours == {kind for kind, _ in FORMS}
+    assert ours - NOT_TRIED == {kind for kind, _ in FORMS}
 
 
 @pytest.mark.parametrize(
