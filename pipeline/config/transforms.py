@@ -19,6 +19,8 @@ from pipeline.runtime.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from pipeline.config.columns import ColumnsConfig
+
 NUMBER, TEXT, LIST, TIME, VECTOR = "number", "text", "list", "time", "vector"  # what a column is read as
 
 
@@ -49,6 +51,9 @@ class TransformConfig:
     def is_standardized(self) -> bool:
         """Return True if the result is standardized by the training rows."""
         return False
+
+    def check_columns(self, columns: ColumnsConfig) -> None:
+        """Raise ConfigError if the transform cannot read these columns of the source."""
 
     def stored(self) -> dict[str, Any]:
         """Return the settings as dataset.json and artifacts store them: without names of files."""

@@ -183,8 +183,10 @@ def source_columns(config: DataConfig) -> ColumnsConfig:
     """Return the columns that are read: the columns of the format or of data.columns, and further
     inputs of data.transforms.
     """
-    columns = find_format(config.format).columns or config.columns
-    return with_inputs(columns, make_transforms(config.transforms))
+    columns, transforms = find_format(config.format).columns or config.columns, make_transforms(config.transforms)
+    for transform in transforms.values():
+        transform.check_columns(columns)
+    return with_inputs(columns, transforms)
 
 
 def with_inputs(columns: ColumnsConfig, transforms: Mapping[str, TransformConfig]) -> ColumnsConfig:

@@ -20,7 +20,8 @@ from pipeline.runtime.errors import ConfigError, DataError
 from pipeline.runtime.logs import to_json
 from pipeline.runtime.storage import storage
 
-FIRST_ROWS = 4096  # at least so many vectors are a sample for the first rows of a codebook (k-means++)
+FIRST_ROWS = 2048  # at least so many vectors are a sample for the first means of a codebook (k-means++)
+NUM_STARTS = 5
 FILES = CODEBOOKS, CODES, REPORT = "codebooks.json", "codes.parquet", "report.json"
 
 
@@ -86,11 +87,13 @@ def _means(vectors: NDArray[np.float64], job: SemanticIdsJob, random: np.random.
     if len(distinct) <= job.num_codes:
         return np.concatenate([distinct, distinct[:1].repeat(job.num_codes - len(distinct), axis=0)])
     count = min(len(distinct), max(FIRST_ROWS, 4 * job.num_codes))
-    # The sample is used for the first means only, because k-means++ takes the square of num_codes.
+    # A sample for the first means, because k-means++ takes the square of num_codes. K-means stays near
+    # the means that it starts from, so the best of several starts is used.
     sample = distinct[random.choice(len(distinct), count, replace=False)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of an empty group; the report has the codes in use
-        first, _ = kmeans2(sample, job.num_codes, iter=1, minit="++", rng=random)
+        starts = [kmeans2(sample, job.num_codes, minit="++", rng=random)[0] for _ in range(NUM_STARTS)]
+        first = min(starts, key=lambda means: float(((sample - means[nearest(sample, means)]) ** 2).sum()))
         means, _ = kmeans2(vectors, first, iter=job.iterations, minit="matrix")
     return means
 

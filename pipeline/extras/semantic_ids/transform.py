@@ -16,6 +16,7 @@ from pipeline.runtime.storage import storage
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from pipeline.config.columns import ColumnsConfig
     from pipeline.extras.semantic_ids.codebooks import Codebooks
 
 
@@ -43,6 +44,14 @@ class SemanticId(TransformConfig):
     @property
     def inputs(self) -> dict[str, str]:
         return dict.fromkeys(vector_features(self.column, self.width), NUMBER)
+
+    def check_columns(self, columns: ColumnsConfig) -> None:
+        if (width := columns.vectors.get(self.column)) != self.width:
+            found = "does not have it" if width is None else f"has {width} numbers"
+            raise ConfigError(
+                f"semantic_id reads {self.column!r} as a vector of {self.width} numbers, but data.columns.vectors {found}; set "
+                f"data.columns.vectors.{self.column} and the transform's width to the length of the vectors"
+            )
 
     def stored(self) -> dict[str, Any]:
         return super().stored() | {"codebooks": self._text()}

@@ -12,10 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.cli.command_line import load_config
+from pipeline.config.columns import ColumnsConfig
+from pipeline.config.data import DataConfig
 from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.transforms import make_transform
 from pipeline.data.prepare.run import prepare
+from pipeline.data.raw.layout import layout_of
 from pipeline.extras.semantic_ids.codebooks import Codebooks
 from pipeline.extras.semantic_ids.config import SemanticIdsJob
 from pipeline.extras.semantic_ids.learn import learn
@@ -120,6 +123,18 @@ def test_bad_files_and_settings_are_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"value": ["a", "a"], "vector": [[1.0], [2.0]]}), tmp_path / "twice.parquet")
     with pytest.raises(UserError, match=names("twice.parquet 2 vectors 1 values")):
         learn(SemanticIdsJob(vectors=f"{tmp_path}/twice.parquet", output=f"{tmp_path}/out"))
+
+
+@pytest.mark.parametrize(
+    ("vectors", "said"), [({}, "'emb' 4 data.columns.vectors.emb"), ({"emb": 3}, "'emb' 4 3 numbers")]
+)
+def test_a_vector_that_the_columns_do_not_have_is_refused(vectors: dict[str, int], said: str) -> None:
+    codes = {"kind": "semantic_id", "column": "emb", "width": 4, "codebooks": "none.json"}
+    data = DataConfig(
+        name="x", format="parquet", columns=ColumnsConfig(sparse=["item"], vectors=vectors), transforms={"codes": codes}
+    )
+    with pytest.raises(UserError, match=names(said)):
+        layout_of(data)
 
 
 def test_items_without_a_row_are_ranked_by_their_codes(ranks: RankPool, tmp_path: Path) -> None:
