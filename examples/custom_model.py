@@ -23,16 +23,17 @@ class GatedMlpConfig(ModelConfig):
 
     def build(self, tables, num_dense_features):  # tables.default.embedding_dim is a table's width
         width = num_dense_features + sum(table.embedding_dim * len(table.feature_names) for table in tables)
-        return GatedMlp(build_embeddings(tables), width, self.hidden)
+        names = [name for table in tables for name in table.feature_names]
+        return GatedMlp(build_embeddings(tables), names, width, self.hidden)
 
 
 class GatedMlp(nn.Module):
-    def __init__(self, embeddings, width, hidden):
+    def __init__(self, embeddings, names, width, hidden):
         super().__init__()
-        self.embeddings, self.gate = embeddings, nn.Linear(width, width)
+        self.embeddings, self.names, self.gate = embeddings, names, nn.Linear(width, width)
         self.layers = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, 1))
 
     def forward(self, dense_features, sparse_features):  # [batch, num_dense], KeyedJaggedTensor -> logits [batch, 1]
         pooled = self.embeddings(sparse_features)
-        inputs = torch.cat([dense_features, *(pooled[key] for key in sorted(pooled.keys()))], dim=1)
+        inputs = torch.cat([dense_features, *(pooled[name] for name in self.names)], dim=1)
         return self.layers(inputs * torch.sigmoid(self.gate(inputs)))

@@ -90,18 +90,19 @@ class MyModelConfig(ModelConfig):
 
     def build(self, tables, num_dense_features):
         width = num_dense_features + sum(table.embedding_dim * len(table.feature_names) for table in tables)
-        return MyModel(build_embeddings(tables), width, self.hidden)
+        names = [name for table in tables for name in table.feature_names]
+        return MyModel(build_embeddings(tables), names, width, self.hidden)
 
 
 class MyModel(nn.Module):
-    def __init__(self, embeddings, width, hidden):
+    def __init__(self, embeddings, names, width, hidden):
         super().__init__()
-        self.embeddings = embeddings
+        self.embeddings, self.names = embeddings, names
         self.layers = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, 1))
 
     def forward(self, dense_features, sparse_features):  # [batch, num_dense], KeyedJaggedTensor -> logits [batch, 1]
         pooled = self.embeddings(sparse_features)
-        return self.layers(torch.cat([dense_features, *(pooled[key] for key in sorted(pooled.keys()))], dim=1))
+        return self.layers(torch.cat([dense_features, *(pooled[name] for name in self.names)], dim=1))
 '''
 MAKEFILE = """# make prepare train; `make sweep`, `make export`, `make serve` then. WORDS adds overrides: make train WORDS='trainer.epochs=3'
 # RUN is the run folder that train, report and export use: make train RUN=runs/wide. PREPARE_WORDS are for prepare.
