@@ -91,6 +91,10 @@ campaigns: $(VENV)/installed-dev  ## the tests that take minutes each
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -m campaign
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -m "hypothesis and not campaign" --hypothesis-profile=all
 
+.PHONY: notebook
+notebook: $(VENV)/installed-dev  ## run the notebook and the examples of the Python page
+	@OMP_NUM_THREADS=1 $(PY) -m pytest tests/docs/test_notebook.py tests/docs/test_python_page.py tests/api
+
 .PHONY: faults
 faults: $(VENV)/installed-dev  ## plant every fault of tests/faults and write docs/measurements/faults.md
 	@rm -f docs/measurements/faults.jsonl

@@ -13,7 +13,18 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NEEDS_A_SERVER = {"retrieve"}
-TESTED_ELSEWHERE = {"accuracy", "custom_model", "focal_loss"}  # tests/plugins
+TESTED_ELSEWHERE = {
+    *("accuracy", "custom_model", "focal_loss"),  # tests/plugins
+    *(
+        "airflow_tasks",
+        "bentoml_service",
+        "duckdb_udf",
+        "mlflow_model",
+        "ray_serve",
+        "sklearn_model",
+        "spark_udf",
+    ),  # tests/api
+}
 LEAST_AUC = {"several_labels": 0.55, "sequences": 0.6, "transforms": 0.55}  # on a split of some 400 rows
 RUN_HERE = sorted(LEAST_AUC)
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
-FRAME_HEIGHT = 430  # pixels of the tile in a notebook
+FRAME_HEIGHT = 620  # pixels of the tile in a notebook
 
 
 class Run:
