@@ -160,7 +160,7 @@ class TwoTowerConfig(LayersConfig):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        return (*(f"recall_at_{k}" for k in self.recall_at), "mrr")
+        return (*(f"recall_at_{k}" for k in self.recall_at), *(f"ndcg_at_{k}" for k in self.recall_at), "mrr")
 
     @property
     def used_features(self) -> list[str]:

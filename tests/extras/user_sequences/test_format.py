@@ -9,8 +9,10 @@ import pytest
 from pipeline.cli.command_line import load_config
 from pipeline.cli.inspect import inspect
 from pipeline.config.jobs.prepare import InspectJob, PrepareJob
+from pipeline.config.jobs.train import TrainJob
 from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare.run import prepare
+from pipeline.extras.project.cli.init import InitJob, init
 from pipeline.extras.user_sequences.format import _rows_of
 from pipeline.runtime.errors import DataError
 
@@ -52,6 +54,16 @@ def test_inspect_proposes_the_format_and_prepare_reads_the_proposed_config(tmp_p
     }
     reasons = (tmp_path / "data" / "quarantine.jsonl").read_text()
     assert "no item" in reasons and reasons.count("\n") == 3
+
+
+def test_init_makes_a_project_that_retrieves_the_next_item(tmp_path: Path) -> None:
+    raw, proposed, folder = tmp_path / "clicks.txt", tmp_path / "clicks.yaml", tmp_path / "project"
+    raw.write_text("\n".join(_lines(60)))
+    inspect(load_config(InspectJob, [f"source={raw}", f"output={proposed}"]))
+    init(load_config(InitJob, [f"folder={folder}", f"data={proposed}", f"source={raw}"]))
+    job = load_config(TrainJob, ["--config-dir", str(folder / "conf"), "experiment=clicks"])
+    assert (job.model.kind, job.data.name, job.data.format) == ("sasrec", "clicks", "user_sequences")
+    assert "importance_rows" not in (folder / "Makefile").read_text()
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,14 @@ trainer:
   global_batch_size: {batch_size}  # {reason}
   evaluate_every_epochs: 1
 """
+SEQUENCES = """# @package _global_
+# make train, or: python -m pipeline train --config-dir conf experiment={name}
+defaults:
+  - user_sequences_sasrec
+  - override /data: {name}
+
+name: {name}
+"""
 SWEEP = """# Both learning rates: make sweep
 defaults:
   - default
@@ -118,7 +126,7 @@ prepare:
 	$(PYTHON) -m pipeline prepare $(CONF) data={name} source=$(SOURCE) $(PREPARE_WORDS)
 train:
 	PYTHONPATH=.:$(PYTHONPATH) $(PYTHON) -m pipeline train $(CONF) experiment={name} run_dir=$(RUN) $(WORDS)
-	$(PYTHON) -m pipeline evaluate run=$(RUN) split=test importance_rows=4096
+	$(PYTHON) -m pipeline evaluate run=$(RUN) split=test{importance}
 report:
 	$(PYTHON) -m pipeline report run=$(RUN)
 sweep:
@@ -161,7 +169,11 @@ def init(job: InitJob) -> str:
         f"conf/experiment/{name}.yaml": _experiment(name, values, source),
         "conf/sweep/rates.yaml": SWEEP,
         "my_model.py": MODEL,
-        "Makefile": MAKEFILE.format(name=name, source=_for_make(shell_words.quoted(source))),
+        "Makefile": MAKEFILE.format(
+            name=name,
+            source=_for_make(shell_words.quoted(source)),
+            importance="" if _is_sequences(values) else " importance_rows=4096",  # of a probability of a click
+        ),
         ".gitignore": "datasets/\nruns/\nartifacts/\n__pycache__/\n",
     }
     for path, text in files.items():
@@ -172,12 +184,18 @@ def init(job: InitJob) -> str:
     return "\n".join([*listed, f"next        cd {shlex.quote(str(folder))} && make prepare train"])
 
 
+def _is_sequences(data: dict[str, Any]) -> bool:
+    return bool(data["format"] == "user_sequences")
+
+
 def _for_make(text: str) -> str:
     return text.replace("$", "$$").replace("#", "\\#")
 
 
 def _experiment(name: str, data: dict[str, Any], source: str) -> str:
     """Return the text of the experiment, with a model and a batch size that suit the data."""
+    if _is_sequences(data):
+        return SEQUENCES.format(name=name)
     model, settings = choose_model(data)
     rows = estimate_rows(source, data)
     return EXPERIMENT.format(
