@@ -2,7 +2,7 @@
 
     python -m benchmarks.next_item --sources Beauty.txt Toys_and_Games.txt --folder DIR [--seeds 3] [--output docs/measurements/next_item.json]
 
-Each file goes through `inspect`, `prepare`, `train`, `evaluate split=test` and `export`, each in a process of its own. The
+Each file goes through `inspect`, `prepare`, `train`, `evaluate split=test` and `export`, each in a separate process. The
 artifact of a seed then retrieves the items of each user, as /retrieve does. A run whose folder has an evaluation is not trained
 again: run the same command again to continue, or with more seeds.
 """
@@ -66,10 +66,17 @@ def run(folder: Path, name: str, model: str, seed: int) -> dict[str, Any]:
     }
 
 
-def retrieved(folder: Path, name: str, model: str, seed: int, source: Path) -> tuple[float, float]:
+def retrieved(
+    folder: Path, name: str, model: str, seed: int, source: Path, *, only_finished: bool
+) -> list[float] | None:
     """Return HR@10 and NDCG@10 of the items that the artifact of a run retrieves for all users, without
-    all items that the user has seen.
+    all items that the user has seen. None if it was not measured before, with `only_finished`.
     """
+    written = folder / f"runs/{name}_{model}_{seed}/retrieved.json"
+    if written.exists():
+        return list(json.loads(written.read_text()))
+    if only_finished:
+        return None
     artifact = f"artifacts/{name}_{model}_{seed}"
     if not (folder / artifact).exists():
         words = ["precision=fp32", "parity.splits=[validation]", "parity.max_rows=2000"]
@@ -82,13 +89,12 @@ def retrieved(folder: Path, name: str, model: str, seed: int, source: Path) -> t
         found = retriever.retrieve(rows, [(1, Wish(10, excluded=tuple(seen)))]).scores[0]
         items = retriever.items.values_at(found.positions).to_pylist()
         places.append(items.index(wanted) + 1 if wanted in items else math.inf)
-    return (
-        sum(place <= 10 for place in places) / len(places),
-        sum(1 / math.log2(1 + place) for place in places) / len(places),
-    )
+    hits, gains = sum(place <= 10 for place in places), sum(1 / math.log2(1 + place) for place in places)
+    written.write_text(json.dumps([hits / len(places), gains / len(places)]))
+    return [hits / len(places), gains / len(places)]
 
 
-def figure(name: str, model: str, runs: list[dict[str, Any]], served: tuple[float, float] | None) -> dict[str, Any]:
+def figure(name: str, model: str, runs: list[dict[str, Any]], served: list[float] | None) -> dict[str, Any]:
     hits, gains = [each["hr"] for each in runs], [each["ndcg"] for each in runs]
     of_sasrec, of_s3rec = PUBLISHED.get(name, ((math.nan, math.nan), (math.nan, math.nan)))
     return {
@@ -134,7 +140,7 @@ def main() -> None:
     figures = []
     for (name, model), runs in found.items():
         if runs:
-            served = retrieved(folder, name, model, 1, sources[name])
+            served = retrieved(folder, name, model, 1, sources[name], only_finished=arguments.only_finished)
             print(name, model, "retrieved", served, flush=True)
             figures.append(figure(name, model, runs, served))
     if arguments.output:

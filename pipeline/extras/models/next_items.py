@@ -28,8 +28,8 @@ class NextItemConfig(ModelConfig):
     row's item, so that one row for each user is enough; false: only the row's item, for data with a
     row for each click. exclude_history: evaluations do not rank the items of the row's history.
     log_q_correction: subtract each item's log frequency among the negatives from its score, because
-    frequent items are frequent negatives. hard_negatives: how many negatives, those with
-    the highest scores, are used in a loss; None: all.
+    frequent items are frequent negatives. hard_negatives: use only this many
+    negatives in a loss, the negatives with the highest scores; None: all.
     """
 
     learnt_positions: ClassVar[bool] = True

@@ -1,8 +1,8 @@
 """`user_sequences`: a line is a user and the user's items in the order of time, `17 204 99 31`.
 
 A line becomes three rows of a data set: user_id, item_id, history (the items before it), label (1)
-and held_out. The last item is the item of the test row (held_out 2), the item before it of the
-validation row (1), and the item before that of the training row (0). A user with one or two items
+and held_out. The test row (held_out 2) has the last item, the validation row (1) the item before it,
+and the training row (0) the third last item. A user with one or two items
 has only a training row with the last item. data.split.kind=date divides the rows by held_out.
 """
 

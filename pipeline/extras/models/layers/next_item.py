@@ -19,7 +19,7 @@ class NextItem(nn.Module):
     rank items.
 
     users: [B, L + 1, D] in training, where the vector at position k is computed from the first k
-    items of the history; otherwise [B, D] from the whole history. items: [B, L + 1, D], the items
+    items of the history; otherwise [B, D] from the complete history. items: [B, L + 1, D], the items
     of the history and after them the row's item. sampled: [S, D], the items of further rows in
     sparse_features (data.read.batch.ExtraRows). `prediction` is one module, because TorchRec's
     pipeline traces the model, but not its parts.
@@ -93,7 +93,7 @@ class NextItemLayers(nn.Module):
         return users, items, sampled
 
     def users(self, pooled: KeyedTensor) -> torch.Tensor:
-        """Return [B, D], from the whole history."""
+        """Return [B, D], from the complete history."""
         rows, count = self._history(pooled)
         return self._newest(self._every(rows), count)
 
