@@ -46,7 +46,7 @@ def test_help_lists_groups_options_and_keys(
     code, out, _ = _run(capsys, monkeypatch, "--help")
     assert code == 0
     assert out.startswith("Train one model:")
-    assert "model=        autoint bst dcn dcnv2 deepfm din dlrm*" in out
+    assert "model=        autoint bst dbmtl dcn dcnv2 deepfm dien din dlrm*" in out
     assert "quickstart_deepfm" in out and "global_batch_size" in out and "--config-dir DIR" in out
 
 

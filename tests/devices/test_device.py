@@ -124,7 +124,7 @@ def test_a_training_on_gpus_keeps_the_process_as_it_is(
     for name in names:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("sys.argv", ["train", *arguments])
-    Verb(dict, dict, "", runs_kernels=True, runs_on_ranks=runs_on_ranks)._prepare_process()
+    Verb(dict, dict, "", runs_kernels=True, runs_on_ranks=runs_on_ranks).prepare_process()
     assert {name in os.environ for name in names} == {is_set}
 
 

@@ -17,6 +17,8 @@ from tests.serving.requests import Load, post
 from tests.serving.servers import ROW, server_of, write_artifact
 from tests.serving.stand_in import score_of
 
+PATIENT = "batching.latency_budget_ms=60000"  # no request is put off, however slow the machine is
+
 
 def stand_in_load(url: str, num_threads: int = 4) -> Load:
     def draw(chance: random.Random) -> list[dict[str, object]]:
@@ -46,7 +48,7 @@ def test_a_switch_under_load_drops_no_request_and_mixes_no_scores(tmp_path: Path
     artifacts = [write_artifact(tmp_path / version, version, delay_s=0.002) for version in ("v1", "v2")]
     link = tmp_path / "current"
     point(link, artifacts[0])
-    with server_of(link) as server, stand_in_load(server.url) as load:
+    with server_of(link, PATIENT) as server, stand_in_load(server.url) as load:
         for number in range(1, 13):
             point(link, artifacts[number % 2])
             wait_until(lambda: server.metric("artifact_switches_total") >= number)  # noqa: B023
@@ -63,7 +65,7 @@ def test_a_bad_artifact_is_refused_and_the_one_before_goes_on(tmp_path: Path) ->
     good, bad = write_artifact(tmp_path / "good", "v1"), write_artifact(tmp_path / "bad", "v2", damaged=True)
     link = tmp_path / "current"
     point(link, good)
-    with server_of(link) as server, stand_in_load(server.url, 2) as load:
+    with server_of(link, PATIENT) as server, stand_in_load(server.url, 2) as load:
         point(link, bad)
         server.wait_for("does not match its checksum")
         os.remove(link)  # and nothing at all
