@@ -88,7 +88,8 @@ except pipeline.UserError as error:
     assert "trainer.seed" in str(error) and type(error).__name__ == "TrainingError", error
 
 def interrupt():
-    while not os.path.exists("runs/three/metrics.jsonl"):
+    file = "runs/three/metrics.jsonl"
+    while not (os.path.exists(file) and os.path.getsize(file)):  # before the first step there is nothing to save
         time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGINT)
 
