@@ -64,6 +64,7 @@ def test_a_job_is_composed_of_words_or_of_values() -> None:
         pipeline.compose("train", {"trainer.epoch": 1})
 
 
+@pytest.mark.long
 def test_a_training_has_the_bits_of_the_command_and_leaves_nothing(
     prepared_clicks: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,6 +84,7 @@ def test_a_training_has_the_bits_of_the_command_and_leaves_nothing(
     assert_same(tmp_path / "run", tmp_path / "command")
 
 
+@pytest.mark.long
 def test_ctrl_c_saves_and_raises_and_the_same_call_resumes(
     prepared_clicks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

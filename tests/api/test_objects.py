@@ -66,6 +66,7 @@ def frames(rows: pa.Table) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_a_frame_has_the_bits_of_predict_on_files(artifact: pipeline.Artifact, rows: pa.Table, tmp_path: Path) -> None:
     wanted = {}
     for count in (rows.num_rows, 1000):
@@ -107,6 +108,7 @@ def test_an_artifact_says_what_it_is_and_explains(artifact: pipeline.Artifact, r
         artifact.explain(few, label="buy")
 
 
+@pytest.mark.long
 def test_a_run_is_read_used_and_resumed(small_run: Path, rows: pa.Table, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "small"
     shutil.copytree(small_run, folder)

@@ -43,7 +43,7 @@ def executed(folder: Path) -> Any:
     return notebook
 
 
-@pytest.mark.campaign
+@pytest.mark.long
 def test_the_notebook_runs_and_shows_pictures(tmp_path: Path) -> None:
     outputs = [output for cell in executed(tmp_path)["cells"] for output in cell.get("outputs", [])]
     shown = [output["data"] for output in outputs if "data" in output]

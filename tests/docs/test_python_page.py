@@ -9,7 +9,7 @@ import pytest
 from tests.docs.pages import REPOSITORY
 
 
-@pytest.mark.campaign
+@pytest.mark.long
 def test_every_example_of_the_page_runs() -> None:
     result = doctest.testfile(
         str(REPOSITORY / "docs" / "reference" / "python.md"),

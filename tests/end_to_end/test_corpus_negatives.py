@@ -38,6 +38,7 @@ def _losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines if line["kind"] == "train"]
 
 
+@pytest.mark.long
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped_and_one_rank_the_losses_of_two(
     ranks: RankPool, user_item_data: str, tmp_path: Path
 ) -> None:

@@ -72,6 +72,7 @@ def trained(ranks: RankPool, words: list[str], tmp_path_factory: pytest.TempPath
     return summary
 
 
+@pytest.mark.long
 def test_the_planted_next_item_is_found_and_a_resumed_run_is_the_uninterrupted_one(
     ranks: RankPool, words: list[str], trained: TrainSummary, tmp_path: Path
 ) -> None:
@@ -81,6 +82,7 @@ def test_the_planted_next_item_is_found_and_a_resumed_run_is_the_uninterrupted_o
     assert stored_tensors(whole.checkpoint) == stored_tensors(trained.checkpoint)
 
 
+@pytest.mark.long
 def test_one_rank_trains_and_evaluates_as_two(
     ranks: RankPool, words: list[str], trained: TrainSummary, tmp_path: Path
 ) -> None:
@@ -94,6 +96,7 @@ def test_one_rank_trains_and_evaluates_as_two(
     assert found.metrics == pytest.approx(trained.validation, abs=2e-3)
 
 
+@pytest.mark.long
 def test_a_server_returns_the_items_that_an_evaluation_ranks_first(trained: TrainSummary, tmp_path: Path) -> None:
     artifact = run_export(trained.run_dir, tmp_path / "artifact", "precision=fp32", "parity.splits=[validation]")
     about = artifact.certificate["splits"]["validation"]

@@ -164,6 +164,7 @@ def test_a_run_of_several_labels_resumes_bit_for_bit(
     assert parts[0] and parts[0] == parts[1]
 
 
+@pytest.mark.long
 def test_an_artifact_scores_each_label_by_name_and_is_certified_by_each(
     ranks: RankPool, folder: Path, trained: TrainSummary, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -212,6 +212,7 @@ def test_scores_are_probabilities_values_and_expected_buckets() -> None:
     assert scores_of([], torch.zeros(2)).tolist() == [0.5, 0.5]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind",
     [

@@ -30,6 +30,7 @@ def test_its_format_is_prepared_and_bad_lines_are_quarantined(gone: dict[str, An
     assert [json.loads(line)["line"] for line in lines] == [9, 73, 704]
 
 
+@pytest.mark.long
 def test_its_model_trains_with_its_task_and_optimizer_and_resumes(gone: dict[str, Any]) -> None:
     assert gone["steps"] == [10, 20]
     logged = [json.loads(line) for line in gone["log"].splitlines()]

@@ -57,6 +57,7 @@ def test_passing_faults_are_retried(store: FaultyProxy, tmp_path: Path, fault: s
     assert storage.exists(PATH) and storage.list_folder(FOLDER) == ["x"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["503", "reset", "403"])
 def test_lasting_faults_are_errors_with_path_and_bytes_and_403_at_once(
     store: FaultyProxy,  # noqa: F811

@@ -78,6 +78,7 @@ def test_a_program_gives_the_models_logits(kind: str, precision: str) -> None:
             assert not torch.equal(found, wanted), "nothing was quantized"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "precision"),
     [("dlrm", "int8"), *(pytest.param(*case, marks=pytest.mark.campaign) for case in [("dlrm_dcn", "bf16"), ("dlrm_dcn", "int8"),

@@ -30,6 +30,7 @@ def scored_rows(staging: Path) -> int:
     return sum(part["num_rows"] for part in json.loads(path.read_text())["parts"]) if path.exists() else 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param("rows.parquet", marks=pytest.mark.campaign), "rows.tsv"])
 def test_a_killed_prediction_goes_on_and_ends_with_the_same_bytes(tmp_path: Path, name: str) -> None:
     rows = rows_of(6000)

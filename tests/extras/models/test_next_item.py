@@ -120,6 +120,7 @@ def _planted(count: int, seed: int) -> tuple[list[list[int]], list[int]]:
     return histories, items
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", MODELS)
 def test_items_that_follow_from_the_last_two_are_found(model: type[NextItemConfig]) -> None:
     config = model(dropout=0.0, recall_at=[1], exclude_history=False)

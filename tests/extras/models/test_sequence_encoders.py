@@ -105,6 +105,7 @@ def _write_rows(path: Path) -> float:
     return float(-np.where(label, np.log(truth), np.log(1 - truth)).mean() / -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate)))  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_label_of_two_histories_is_learnt_by_two_encoders_and_not_by_one(ranks: RankPool, tmp_path: Path) -> None:
     best = _write_rows(tmp_path / "rows.csv")
     sequences = "{views: {max_length: 4, shares: category}, purchases: {max_length: 3, shares: item}}"

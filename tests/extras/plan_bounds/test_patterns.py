@@ -51,6 +51,7 @@ def test_nothing_above_the_best_plan_is_ever_proven(seed: int, objective: str) -
         assert highest_proven(problem, objective, optimum) <= 1.0
 
 
+@pytest.mark.long
 def test_shards_that_do_not_fill_ranks_evenly_raise_the_bound() -> None:
     """Five equal tables of 1 ms on two ranks: 2.5 by a mean of loads, 3 by any plan."""
     problem = problem_of([[single([1.0], 1)] for _ in range(5)], ranks=2, room=10.0)

@@ -137,6 +137,7 @@ def test_a_vector_that_the_columns_do_not_have_is_refused(vectors: dict[str, int
         layout_of(data)
 
 
+@pytest.mark.long
 def test_items_without_a_row_are_ranked_by_their_codes(ranks: RankPool, tmp_path: Path) -> None:
     """Each cluster has an effect. The last quarter of the rows is of items that the training rows do not have."""
     vectors, _, both = _clusters()

@@ -46,6 +46,7 @@ def check(
     return stats
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("optimizer", "kind"), [("sgd", "scan"), ("adagrad", "zipf"), ("rowwise_adagrad", "uniform"), ("adam", "scan")]
 )
