@@ -54,8 +54,10 @@ class NegativesConfig:
         """Return how many items of the corpus a global micro-batch has as additional rows."""
         return 0 if self.kind == "in_batch" else self.count
 
-    def check_tables(self, item: str, tables: list[Table], log_q_correction: bool) -> None:
-        """Raise ConfigError if items cannot be sampled, or the probability of a negative is unknown."""
+    def check_tables(self, item: str, tables: list[Table], log_q_correction: bool, shared: bool = False) -> None:
+        """Raise ConfigError if items cannot be sampled, or the probability of a negative is unknown.
+        shared: the item may share its table.
+        """
         if self.num_sampled:
             num_items = corpus_size(corpus_of(item, tables, f"model.negatives.kind={self.kind}"))
             for key, count, most in (("count", self.count, num_items), ("hard.count", self.hard.count, num_items - 1)):
@@ -65,7 +67,7 @@ class NegativesConfig:
                         f"set model.negatives.{key}={max(1, num_items // 2)} or less"
                     )
         if log_q_correction and self.kind != "corpus":
-            corpus_of(item, tables, "model.log_q_correction", shared=False)
+            corpus_of(item, tables, "model.log_q_correction", shared=shared)
 
 
 def corpus_of(item: str, tables: list[Table], key: str, shared: bool = True) -> RowFrequencies:

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipeline.config.model import ModelConfig, SequenceInput
+from pipeline.config.model import SequenceInput
 from pipeline.config.tables import InitConfig
 from pipeline.embeddings.table import Table
-from pipeline.extras.models.negatives import NegativesConfig, corpus_of
+from pipeline.extras.models.retrievers import RetrieverConfig
 from pipeline.extras.models.roles import check_features
-from pipeline.models.checks import check_layer_sizes, dims_of_features
-from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_below_one
+from pipeline.models.checks import dims_of_features
+from pipeline.runtime.errors import ConfigError, check_at_least, check_below_one
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 @dataclass
-class NextItemConfig(ModelConfig):
+class NextItemConfig(RetrieverConfig):
     """Configure a retriever whose user vector is computed from the history by blocks of causal self
     attention. An item's vector is its row of the table that the history uses.
 
-    Clicked rows are the positives. Their negatives are the items of the global batch, on all ranks,
-    or items of the corpus (`negatives`).
     every_position: predict each item of the history from the items before it, in addition to the
     row's item, so that one row for each user is enough; false: only the row's item, for data with a
     row for each click. exclude_history: evaluations do not rank the items of the row's history.
-    log_q_correction: subtract each item's log frequency among the negatives from its score, because
-    frequent items are frequent negatives. hard_negatives: use only this many
-    negatives in a loss, the negatives with the highest scores; None: all.
     """
 
     learnt_positions: ClassVar[bool] = True
@@ -43,11 +38,6 @@ class NextItemConfig(ModelConfig):
     every_position: bool = True
     exclude_history: bool = True
     temperature: float = 0.07
-    normalize: bool = True
-    log_q_correction: bool = True
-    negatives: NegativesConfig = field(default_factory=NegativesConfig)
-    hard_negatives: int | None = None
-    recall_at: list[int] = field(default_factory=lambda: [10, 100])
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,9 +45,6 @@ class NextItemConfig(ModelConfig):
             check_at_least(f"model.{name}", getattr(self, name), 1)
         check_at_least("model.num_positions", self.num_positions, 1, allow_none=True)
         check_below_one("model.dropout", self.dropout)
-        check_above("model.temperature", self.temperature, 0.0)
-        check_at_least("model.hard_negatives", self.hard_negatives, 1, allow_none=True)
-        check_layer_sizes("model.recall_at", self.recall_at)
         if self.negatives.hard.count:
             raise ConfigError(
                 f"model.negatives.hard.count={self.negatives.hard.count} needs model=two_tower; remove it for model={self.kind}"
@@ -87,30 +74,19 @@ class NextItemConfig(ModelConfig):
     def task(self) -> str:
         return "next_item"
 
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        return (*(f"recall_at_{k}" for k in self.recall_at), *(f"ndcg_at_{k}" for k in self.recall_at), "mrr")
-
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
         check_features([("model.history", self.history), ("model.item_feature", self.item_feature)], tables)
-        table = next(table for table in tables if self.item_feature in table.feature_names)
+        table = self.check_items(self.item_feature, tables, shared=True)
         if self.history not in table.feature_names:
             raise ConfigError(
                 f"model.history={self.history} has another table than model.item_feature={self.item_feature}: prepare it "
                 f"with data.columns.sequence.{self.history}.shares={self.item_feature}"
-            )
-        if table.compression is not None:
-            raise ConfigError(
-                f"tables.{table.config_name}.compression={table.compression.kind}, but the ids of {self.item_feature!r} name the "
-                "items of the catalogue; leave that table uncompressed"
             )
         if table.embedding_dim % self.num_heads:
             raise ConfigError(
                 f"tables.{table.config_name}.embedding_dim={table.embedding_dim} is not a multiple of "
                 f"model.num_heads={self.num_heads}; choose another"
             )
-        if self.log_q_correction or self.negatives.num_sampled:
-            corpus_of(self.item_feature, tables, "model.log_q_correction")
 
     def build_block(self, dim: int, num_positions: int) -> nn.Module:
         """Return a block that takes (values [B, L, dim], ages [B, L], seen [B, L, L])."""

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from pipeline.config.model import LayersConfig, ModelConfig
 from pipeline.config.registry import register
 from pipeline.embeddings.table import Table
-from pipeline.extras.models.negatives import NegativesConfig
+from pipeline.extras.models.retrievers import RetrieverConfig
 from pipeline.extras.models.roles import check_features
 from pipeline.models.checks import check_layer_sizes, check_least_dim, check_one_dim, dims_of_features
-from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_choice
+from pipeline.runtime.errors import ConfigError, check_at_least, check_choice
 
 NCF_VARIANTS = ("gmf", "mlp", "neumf")
 
@@ -113,16 +113,12 @@ class NCFConfig(UserItemConfig, LayersConfig):
 
 @register("model", "two_tower")
 @dataclass
-class TwoTowerConfig(LayersConfig):
+class TwoTowerConfig(RetrieverConfig, LayersConfig):
     """Configure a user's and an item's tower whose dot product ranks items (Yi et al., RecSys
     2019).
 
-    Clicked rows are the positives. `item_features[0]` names the item. Dense features are inputs of
-    the user's tower, because they describe the request. A row's negatives are the items of all rows
-    of the global batch, on all ranks, or items of the corpus (`negatives`). `log_q_correction`
-    subtracts each item's log frequency among them, because frequent items are frequent negatives.
-    hard_negatives: how many negatives with the highest scores are used in a row's loss;
-    None: all.
+    `item_features[0]` names the item. Dense features are inputs of the user's tower, because they
+    describe the request.
     """
 
     kind: str = "two_tower"
@@ -130,20 +126,11 @@ class TwoTowerConfig(LayersConfig):
     item_features: list[str] = field(default_factory=lambda: ["item_id"])
     user_layer_sizes: list[int] = field(default_factory=lambda: [64, 32])
     item_layer_sizes: list[int] = field(default_factory=lambda: [64, 32])
-    temperature: float = 0.1
-    normalize: bool = True
-    log_q_correction: bool = True
-    negatives: NegativesConfig = field(default_factory=NegativesConfig)
-    hard_negatives: int | None = None
-    recall_at: list[int] = field(default_factory=lambda: [10, 100])
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_layer_sizes("model.user_layer_sizes", self.user_layer_sizes)
         check_layer_sizes("model.item_layer_sizes", self.item_layer_sizes)
-        check_above("model.temperature", self.temperature, 0.0)
-        check_at_least("model.hard_negatives", self.hard_negatives, 1, allow_none=True)
-        check_layer_sizes("model.recall_at", self.recall_at)
         if self.user_layer_sizes[-1] != self.item_layer_sizes[-1]:
             raise ConfigError(
                 f"model.user_layer_sizes ends in {self.user_layer_sizes[-1]} and model.item_layer_sizes in "
@@ -159,24 +146,13 @@ class TwoTowerConfig(LayersConfig):
         return "retrieval"
 
     @property
-    def metrics(self) -> tuple[str, ...]:
-        return (*(f"recall_at_{k}" for k in self.recall_at), *(f"ndcg_at_{k}" for k in self.recall_at), "mrr")
-
-    @property
     def used_features(self) -> list[str]:
         return [*self.user_features, *self.item_features]
 
     def check_tables(self, tables: list[Table], num_dense_features: int) -> None:
         roles = [("model.user_features", name) for name in self.user_features]
         check_features([*roles, *(("model.item_features", name) for name in self.item_features)], tables)
-        item = self.item_features[0]
-        table = next(table for table in tables if item in table.feature_names)
-        if table.compression is not None:
-            raise ConfigError(
-                f"tables.{table.config_name}.compression={table.compression.kind}, but model.item_features begins with {item!r}, "
-                "whose ids name the items of the catalogue; leave that table uncompressed, or name another feature first"
-            )
-        self.negatives.check_tables(item, tables, self.log_q_correction)
+        self.check_items(self.item_features[0], tables)
 
     def build(self, tables: list[Table], num_dense_features: int) -> nn.Module:
         from pipeline.embeddings.collection import build_embeddings

@@ -14,6 +14,7 @@ from pipeline.embeddings.id_splitter import IdSplitter
 from pipeline.embeddings.table import Table
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.extras.models.hstu_retrieval import HSTURetrievalConfig
+from pipeline.extras.models.negatives import NegativesConfig
 from pipeline.extras.models.next_items import NextItemConfig
 from pipeline.extras.models.sasrec import SASRecConfig
 from pipeline.models.build import build_model
@@ -144,3 +145,9 @@ def test_a_history_with_another_table_is_refused() -> None:
     config = SASRecConfig()
     with pytest.raises(ConfigError, match=names("model.history history model.item_feature shares=item_id")):
         config.check_tables(_tables(config, shares=None), 0)
+
+
+def test_more_negatives_than_items_are_refused() -> None:
+    config = SASRecConfig(negatives=NegativesConfig("corpus", count=10**6))
+    with pytest.raises(ConfigError, match=names("model.negatives.count=1000000 item_id")):
+        config.check_tables(_tables(config), 0)
