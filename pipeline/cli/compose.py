@@ -169,7 +169,8 @@ def _add_sections(config: DictConfig, job_type: type, key: str) -> None:
             node = node[name]
             kind = OmegaConf.get_type(node) or kind  # the class of the model is a subclass
         elif get_origin(kind) is dict:
-            node = node[name]
+            with open_dict(node):
+                node = node.setdefault(name, {})
 
 
 def own_key(key: str, job_type: type) -> str:

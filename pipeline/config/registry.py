@@ -49,6 +49,7 @@ BUILT_IN: dict[str, str | None] = {
     "transform": None,
     "device": "pipeline.devices",
     "stream": None,
+    "observer": None,
 }
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.config.data import QUOTES, SPLITS, check_encoding, checked_delimiter
 from pipeline.config.jobs.job import Job, PathsConfig, job_of
-from pipeline.config.registry import find, find_metric
+from pipeline.config.registry import find, find_metric, read_settings
 from pipeline.config.serving import (
     DENSE_PRECISIONS,
     BatchingConfig,
@@ -205,6 +205,8 @@ class ServeJob(Job):
     require_signature: Any = None
     # a local file of the newest signed pointers; after a restart older pointers are refused
     accepted: str | None = None
+    # registered observer of answered requests -> its settings
+    observers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_given("artifact", self.artifact)
@@ -213,3 +215,14 @@ class ServeJob(Job):
         if self.accepted is not None and self.require_signature is None:
             raise ConfigError(f"accepted={self.accepted} keeps numbers of signed pointers: set require_signature too")
         check_at_least("threads", self.threads, 1, allow_none=True)
+        self.read_observers()
+
+    def read_observers(self) -> dict[str, Any]:
+        """Return name -> settings of each observer, as the dataclass that is registered. Raises
+        ConfigError for an unknown observer, unknown keys and wrong types."""
+        return {
+            name: read_settings(
+                find("observer", name, "observers"), given or {}, f"observers.{name}", f"observer {name}"
+            )
+            for name, given in self.observers.items()
+        }

@@ -27,6 +27,7 @@ from pipeline.config.serving import LimitsConfig
 from pipeline.runtime.logs import get_logger
 from pipeline.serving.http.admission import Admission
 from pipeline.serving.http.batching import Asked, Overloaded, Scores, ServerMetrics
+from pipeline.serving.http.observers import REQUEST_ID, Answered, Observers, id_of
 from pipeline.serving.http.openapi import docs_page, openapi_page
 from pipeline.serving.http.request_rows import ARROW_TYPE, JSON_TYPE, BadRequest
 from pipeline.serving.http.switching import RETRIEVE, SCORE, ModelSlot, ServedModel
@@ -47,8 +48,15 @@ logger = get_logger(__name__)
 class ScoringApp:
     """Handles the requests of one server. `draining`: a SIGTERM has come, and /health/ready reports "not ready"."""
 
-    def __init__(self, slot: ModelSlot, limits: LimitsConfig, metrics: ServerMetrics, admission: Admission) -> None:
-        self._slot, self._limits, self._metrics = slot, limits, metrics
+    def __init__(
+        self,
+        slot: ModelSlot,
+        limits: LimitsConfig,
+        metrics: ServerMetrics,
+        admission: Admission,
+        observers: Observers,
+    ) -> None:
+        self._slot, self._limits, self._metrics, self._observers = slot, limits, metrics, observers
         self.draining = False
         self._tables = ("", 0, 0)  # key of the artifact, lookups and hits that are counted already
         routes = [
@@ -97,7 +105,12 @@ class ScoringApp:
                 else:
                     rows = await asyncio.to_thread(read, model, body)
                 scored = await model.batcher.score(rows)
-            return answer(model, scored)
+            response = answer(model, scored)
+            if self._observers:
+                request_id = id_of(request.headers.get(REQUEST_ID))
+                self._observers.show(Answered(request_id, time.time(), rows, scored, model))
+                response.headers[REQUEST_ID] = request_id
+            return response
         except BadRequest as error:
             # What is left of the body is not read: the connection cannot be used again.
             close = {"Connection": "close"} if error.status in (408, 413) else None

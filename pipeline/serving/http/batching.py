@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pipeline.config.serving import BatchingConfig
 from pipeline.runtime.logs import get_logger
+from pipeline.serving.scoring.encoded import EncodedSpan
 from pipeline.serving.scoring.score_files import add_counts
 from pipeline.serving.scoring.scorer import AnyRows, RefusedRow, Scorer, join_rows, refused_rows
 
@@ -68,6 +69,8 @@ class ServerMetrics:
         self.retrieved_items = counter("retrieved_items", "Items in the answers of /retrieve")
         self.table_lookups = counter("table_lookups", "Rows of tables on SSD that were asked for")
         self.table_hits = counter("table_cache_hits", "Those of them that were in memory")
+        self.observer_drops = counter("observer_drops", "Requests that an observer was too slow for", "observer")
+        self.observer_failures = counter("observer_failures", "Requests that an observer failed at", "observer")
         self.cache_bytes = gauge("table_cache_bytes", "Hot rows of tables on SSD in memory")
 
 
@@ -98,11 +101,14 @@ class Overloaded(Exception):
 
 @dataclass(frozen=True)
 class Scores:
-    """`scores` float32 [num_rows] or [num_rows, tasks], NaN for `refused` rows; for Queries objects or None."""
+    """`scores` float32 [num_rows] or [num_rows, tasks], NaN for `refused` rows; for Queries objects or None.
+    encoded: what the rows became, in the batches that they were scored in; empty for Queries.
+    """
 
     scores: np.ndarray
     refused: list[RefusedRow]
     version: str = ""  # of what scored them
+    encoded: tuple[EncodedSpan, ...] = ()
 
 
 @dataclass
@@ -150,7 +156,8 @@ class Batcher:
         refused = [
             RefusedRow(row.row + number * size, row.reason) for number, part in enumerate(parts) for row in part.refused
         ]
-        return Scores(np.concatenate([part.scores for part in parts]), refused, parts[0].version)
+        scores, encoded = (np.concatenate([part.scores for part in parts]), sum((part.encoded for part in parts), ()))
+        return Scores(scores, refused, parts[0].version, encoded)
 
     async def change(self, work: Callable[[], None]) -> None:
         """Run `work` on the scoring thread, between two batches and two requests. Raises what it raises."""
@@ -253,14 +260,17 @@ class Batcher:
                 row = refused.popleft()
                 of_item.append(RefusedRow(row.row - begin, row.reason))
             if not item.answer.done():
-                item.answer.set_result(Scores(scored.scores[begin:end], of_item, scored.version))
+                encoded = tuple(EncodedSpan(span.parts, begin, end) for span in scored.encoded)  # one, or none
+                item.answer.set_result(Scores(scored.scores[begin:end], of_item, scored.version, encoded))
             begin = end
 
     async def _score(self, rows: Asked) -> Scores:
         def work() -> tuple[Scores, float, Mapping[str, Sequence[int]]]:
             started = time.monotonic()
             scored = self._scorer.score(rows)  # Queries where it retrieves
-            scores = Scores(scored.scores, refused_rows(scored), self._scorer.version)
+            parts = getattr(scored, "encoded", None)
+            encoded = (EncodedSpan(parts, 0, rows.num_rows),) if parts else ()
+            scores = Scores(scored.scores, refused_rows(scored), self._scorer.version, encoded)
             return scores, time.monotonic() - started, scored.row_zero
 
         scores, seconds, row_zero = await asyncio.get_running_loop().run_in_executor(self._thread, work)

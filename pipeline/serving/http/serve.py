@@ -53,7 +53,7 @@ def serve(
             scorer.catch_up(found.path)
         return scorer
 
-    settings = Settings(job.server, job.batching, job.limits, read_tokens(job.server))
+    settings = Settings(job.server, job.batching, job.limits, read_tokens(job.server), job.read_observers())
     run_server(settings, listener, lambda: find(job.artifact), load or load_found)
 
 

@@ -8,7 +8,7 @@ import ipaddress
 import math
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from pipeline.runtime.logs import get_logger
 from pipeline.serving.http.admission import Admission, Tokens
 from pipeline.serving.http.app import LOOPBACK_NAMES, ScoringApp
 from pipeline.serving.http.batching import ServerMetrics
+from pipeline.serving.http.observers import Observers, ObserverSettings
 from pipeline.serving.http.protocol import limited_by
 from pipeline.serving.http.switching import FoundArtifact, ModelSlot, try_out
 from pipeline.serving.scoring.scorer import Scorer
@@ -31,12 +32,15 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of the server. `tokens`: if there are any, a request must have one of them."""
+    """The settings of the server. `tokens`: if there are any, a request must have one of them.
+    observers: name -> settings of an observer of answered requests.
+    """
 
     server: ServerConfig
     batching: BatchingConfig
     limits: LimitsConfig
     tokens: Tokens = field(default_factory=lambda: Tokens([]))
+    observers: Mapping[str, ObserverSettings] = field(default_factory=dict)
 
 
 Find = Callable[[], FoundArtifact]
@@ -91,7 +95,8 @@ async def _serve(
     slot = ModelSlot(find, load, settings.batching, settings.limits, metrics)
     slot.begin(found, scorer)
     admission = Admission(allowed_hosts(settings.server), settings.limits, settings.tokens)
-    app = ScoringApp(slot, settings.limits, metrics, admission)
+    observers = Observers({name: each.make(metrics) for name, each in settings.observers.items()}, metrics)
+    app = ScoringApp(slot, settings.limits, metrics, admission, observers)
     server = _Server(
         uvicorn.Config(
             app.asgi, http=limited_by(settings.limits), ws="none", lifespan="off", log_config=None, access_log=False,
@@ -122,6 +127,7 @@ async def _serve(
         for task in tasks:
             task.cancel()
     await slot.close()
+    await asyncio.to_thread(observers.close)
     logger.info("all requests are answered, the server ends")
     return interrupted
 

@@ -27,6 +27,7 @@ from pipeline.serving.artifact.raw_schema import ROW_ZERO
 from pipeline.serving.artifact.task_quality import Calibration, ServedTask, scores_of
 from pipeline.serving.scoring.artifact_files import ArtifactFiles, open_lookup, parts_of
 from pipeline.serving.scoring.dense_program import DenseProgram, Program, load_compiled
+from pipeline.serving.scoring.encoded import Encoded
 from pipeline.serving.scoring.lookup import TableLookup, select_features
 from pipeline.serving.scoring.raw_rows import RowEncoder
 from pipeline.serving.scoring.scorer import AnyRows, JoinedRows, UserItems
@@ -94,6 +95,7 @@ class Scored:
     scores: NDArray[np.float32]
     bad_rows: list[QuarantinedRow] = field(default_factory=list)
     row_zero: dict[str, list[int]] = field(default_factory=dict)  # feature -> lookups, and those of row 0
+    encoded: list[Encoded] = field(default_factory=list)  # what the rows became
 
 
 class Predictor:
@@ -260,14 +262,16 @@ class Predictor:
         """
         scores = np.full((rows.num_rows, *self._width), np.nan, np.float32)
         bad: list[QuarantinedRow] = []
+        encoded: list[Encoded] = []
         counts = np.zeros((2, len(self._keys)), np.int64)
         for first in range(0, max(rows.num_rows, 1), ROWS_AT_ONCE):
             inputs = self._inputs(rows.slice(first, ROWS_AT_ONCE))
             if len(inputs.kept):
                 scores[first + inputs.kept] = self._run(inputs)
                 counts += inputs.counts
+                encoded.append(Encoded(first + inputs.kept, inputs.dense, inputs.ids))
             bad += [QuarantinedRow(first + row.line, row.reason, row.text) for row in inputs.bad_rows]
-        return Scored(scores, bad, by_feature(self._keys, counts, self.manifest.lookups))
+        return Scored(scores, bad, by_feature(self._keys, counts, self.manifest.lookups), encoded)
 
     @torch.inference_mode()
     def _inputs(self, rows: AnyRows) -> LayerInputs:

@@ -1,0 +1,76 @@
+"""Hold the dense values and ids that rows were scored with, until somebody asks for them.
+
+The scorer hands over references and copies nothing. `features_of` cuts the rows of one request out
+of a batch, in the thread of whoever asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Encoded(NamedTuple):
+    """The rows `kept` of a batch, ascending; the other rows are bad. dense: [kept, num_dense] float32.
+    ids: return values and offsets of all features, as in a KeyedJaggedTensor.
+    """
+
+    kept: NDArray[np.int64]
+    dense: torch.Tensor
+    ids: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+
+
+class EncodedSpan(NamedTuple):
+    """The part [begin, end) of a batch."""
+
+    parts: Sequence[Encoded]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class RowFeatures:
+    """What rows became. kept: [n] numbers of the rows that could be read. dense: [n, num_dense]
+    float32. values, lengths: for each feature its ids of all rows one after the other, and [n] the
+    number of ids of each row.
+    """
+
+    kept: NDArray[np.int64]
+    dense: NDArray[np.float32]
+    values: list[NDArray[np.int64]]
+    lengths: list[NDArray[np.int64]]
+
+
+def features_of(spans: Sequence[EncodedSpan], num_features: int) -> RowFeatures:
+    """Return the features of rows that were scored in one or several batches, in their order."""
+    kept, dense = [np.zeros(0, np.int64)], []
+    values: list[list[NDArray[np.int64]]] = [[np.zeros(0, np.int64)] for _ in range(num_features)]
+    lengths: list[list[NDArray[np.int64]]] = [[np.zeros(0, np.int64)] for _ in range(num_features)]
+    before = 0
+    for span in spans:
+        for part in span.parts:
+            first, last = np.searchsorted(part.kept, (span.begin, span.end)).tolist()
+            if first == last:
+                continue
+            kept.append(part.kept[first:last] - span.begin + before)
+            dense.append(part.dense[first:last].numpy())
+            own, offsets = (each.numpy() for each in part.ids())
+            num_rows = len(part.kept)
+            for feature in range(num_features):
+                ends = offsets[feature * num_rows + first : feature * num_rows + last + 1]
+                values[feature].append(own[ends[0] : ends[-1]])
+                lengths[feature].append(np.diff(ends))
+        before += span.end - span.begin
+    return RowFeatures(
+        np.concatenate(kept),
+        np.concatenate(dense) if dense else np.zeros((0, 0), np.float32),
+        [np.concatenate(each) for each in values],
+        [np.concatenate(each) for each in lengths],
+    )
