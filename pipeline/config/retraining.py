@@ -9,6 +9,7 @@ from pipeline.config.registry import find
 from pipeline.config.serving import (
     DENSE_PRECISIONS,
     CalibrationConfig,
+    CardConfig,
     ParityConfig,
     PruningConfig,
     check_onnx,
@@ -148,6 +149,7 @@ class ExportGateConfig:
     pruning: PruningConfig = field(default_factory=PruningConfig)
     parity: ParityConfig = field(default_factory=ParityConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+    card: CardConfig = field(default_factory=CardConfig)
 
     def __post_init__(self) -> None:
         check_precisions(self.precision, self.tables)

@@ -77,6 +77,26 @@ class ParityConfig:
 
 
 @dataclass
+class CardConfig:
+    """What a model card says that the code cannot know, and by which features it measures. None and
+    [] mean that it is not known; the card then says so.
+
+    window: the time of the training rows; retrain sets it to the name of its window.
+    """
+
+    license: str | None = None
+    contact: str | None = None
+    intended_use: str | None = None
+    window: str | None = None
+    limits: list[str] = field(default_factory=list)
+    slices: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if twice := [name for name in self.slices if self.slices.count(name) > 1]:
+            raise ConfigError(f"card.slices={self.slices} names {twice[0]} twice: name each once")
+
+
+@dataclass
 class CalibrationConfig:
     """Map the scores of binary labels to probabilities that fit the labels of the validation rows
     (the rows of `parity`). The map is strictly increasing, so rows keep their order.

@@ -262,7 +262,7 @@ class Challenge:
         extra: dict[str, str] = {}
         if self.job.gate.export.enabled:
             try:
-                exported = self.runner.export(run)
+                exported = self.runner.export(run, self.window.name)
             except DamagedError:  # the trained files were changed, so there is no verdict on the window
                 raise
             except UserError as error:

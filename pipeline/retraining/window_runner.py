@@ -223,8 +223,8 @@ class WindowRunner:
         limits = self.job.trainer.limits()
         return self._group.run(score_window, config, checkpoint, data, gate, self.job.world_size, limits)
 
-    def export(self, run: FinishedRun) -> ExportSummary:
-        """Export the challenger and compare the artifact with it.
+    def export(self, run: FinishedRun, window: str) -> ExportSummary:
+        """Export the challenger, which was trained on `window`, and compare the artifact with it.
 
         Not collective: the other ranks wait.
 
@@ -236,6 +236,7 @@ class WindowRunner:
             item.name: copy.deepcopy(getattr(wanted, item.name)) for item in fields(wanted) if item.name != "enabled"
         }
         job = ExportJob(run.folder, run.manifest["step"], data_path=run.data, **options)
+        job.card.window = job.card.window or window
         # Another release does not continue an export that this release has left.
         folder, name = os.path.split(default_output(job, run.manifest["step"]))
         return export(replace(job, output=os.path.join(folder, pipeline.__version__, name)))

@@ -95,7 +95,7 @@ WANTED = {
 }
 JOB_OF = {
     **dict.fromkeys(("windows", "growth", "checks", "gate", "registry", "stream"), RetrainJob),
-    **dict.fromkeys(("pruning", "parity", "retrieval", "calibration"), ExportJob),
+    **dict.fromkeys(("pruning", "parity", "retrieval", "calibration", "card"), ExportJob),
     "retrieve": PredictJob,
     "delta_gate": PublishJob,
     **dict.fromkeys(("ssd", "server", "batching", "limits"), ServeJob),

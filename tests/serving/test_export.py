@@ -186,6 +186,7 @@ def test_an_export_that_another_one_overtakes_finds_what_that_has_made(
         return SimpleNamespace(to_text=lambda: "{}")
 
     monkeypatch.setattr(recipe, "write_scorer", overtaken)
+    monkeypatch.setattr(recipe, "if_installed", lambda name: None)  # no card of what overtaken() returns
     found = run_export(small_run, output, "precision=int8")
     assert found.already_exported and found.version == small_artifact.version and len(attempts) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["artifact"]

@@ -12,6 +12,7 @@ from pipeline.config.serving import (
     DENSE_PRECISIONS,
     BatchingConfig,
     CalibrationConfig,
+    CardConfig,
     LimitsConfig,
     ParityConfig,
     PruningConfig,
@@ -106,6 +107,7 @@ class ExportJob(Job):
     parity: ParityConfig = field(default_factory=ParityConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
+    card: CardConfig = field(default_factory=CardConfig)
     data_path: str | None = None  # None: the data set of the run
     sign_key: str | None = None  # a private Ed25519 key as PEM that signs the artifact
     # public Ed25519 keys, a path or a list: the step must be signed by one of them

@@ -5,10 +5,12 @@ compared.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.config.registry import if_installed
 from pipeline.extras.pages.charts import Line, line_chart
 from pipeline.retraining.ledger import ADDED, PROMOTED, REJECTED, ROLLED_BACK, Ledger, Record, name_of_ne
 from pipeline.retraining.registry import Pointer, Registry
@@ -17,6 +19,7 @@ from pipeline.runtime.pages.html import fixed, render
 
 MAX_RECORDS = 500  # the newest records shown on the page
 MAX_CHAMPIONS = 100
+MAX_CARDS = 10  # the newest versions whose model cards are shown
 CROWNING = (PROMOTED, ADDED, ROLLED_BACK)  # records by which a version becomes champion
 
 
@@ -38,6 +41,7 @@ def render_registry(registry: Registry, ledger: Ledger) -> str:
         "charts": _charts(records),
         "champions": [_champion(registry, each, names) for each in reversed(found[-MAX_CHAMPIONS:])],
         "history": [_decision(record) for record in reversed(records)],
+        "model_cards": list(_model_cards(registry, reversed(names[-MAX_CARDS:]))),
     }
     if pointer is not None:
         values |= {"cards": _cards(pointer, names, records, found), "warnings": _warnings(pointer, records)}
@@ -109,6 +113,18 @@ def _champion(registry: Registry, reign: Reign, names: list[str]) -> list[str]:
         fixed(how.metrics.get("challenger_ne")), fixed(how.metrics.get("champion_ne")),
         _size(registry, reign.version) if reign.version in names else "removed",
     ]  # fmt: skip
+
+
+def _model_cards(registry: Registry, names: Iterable[str]) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the version and the sections of its model card, for each version with an artifact."""
+    card_of_artifact, sections = if_installed("card_of_artifact"), if_installed("card_sections")
+    if card_of_artifact is None:
+        return
+    for name in names:
+        with suppress(UserError):  # the table says that the version is damaged
+            artifact = registry.version(name).artifact
+            if artifact is not None:
+                yield name, sections(card_of_artifact(artifact))
 
 
 def _size(registry: Registry, name: str) -> str:

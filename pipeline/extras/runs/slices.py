@@ -129,13 +129,10 @@ class SliceRows:
         self, names: list[str], job: TrainJob, dataset: Dataset, reader: ShardReader, context: DistributedContext
     ) -> None:
         """names: slices=[...]. Raises ConfigError if one is not a feature that the model's data have."""
-        self._names, self._dataset, self._folder, self._context = names, dataset, job.data.path, context
-        self._columns = list(dict.fromkeys(column for name in names for column in name.split(CROSS)))
-        self._dense = [name for name in self._columns if name in dataset.dense_features]
-        for name in self._columns:
-            _check(name, dataset, reader.plain_features)
         metrics: dict[str, Metric] = {name: find_metric(name, "metrics")() for name in job.trainer.metrics}
-        self._metrics = {name: each for name, each in metrics.items() if not isinstance(each, GroupMetric)}
+        own = {name: each for name, each in metrics.items() if not isinstance(each, GroupMetric)}
+        self._slicer = Slicer(names, job.data.path, dataset, reader.plain_features, own)
+        self._context = context
         self._stride = -(-reader.num_rows // EXACT_ROWS)
         self._positions = reader.positions(epoch=0)
         self._values: list[torch.Tensor] = []  # [rows, columns] float64, which holds each id exactly
@@ -146,13 +143,7 @@ class SliceRows:
         if not clicks:
             raise TrainingError("slices: the model predicts no binary label, which slices need; leave the key out")
         kept = batch.is_present.cpu() & torch.from_numpy(next(self._positions) % self._stride == 0)
-        columns = [
-            batch.dense_features[:, self._dataset.dense_features.index(name)].double().cpu()
-            if name in self._dense
-            else torch.from_numpy(first_ids(batch.sparse_features[name])).double()
-            for name in self._columns
-        ]
-        self._values.append(torch.stack(columns, dim=1)[kept])
+        self._values.append(self._slicer.values_of(batch)[kept])
         for prefix, each in clicks.items():
             parts = [part.float().cpu() for part in (each.logits, each.labels, each.sample_weights)]
             self._labels.setdefault(prefix, []).append(torch.stack(parts, dim=1)[kept])
@@ -163,23 +154,60 @@ class SliceRows:
         labels = {prefix: self._gathered(parts) for prefix, parts in self._labels.items()}
         if not self._context.is_main:
             return None
-        weights = np.max([rows[:, 2] for rows in labels.values()], axis=0)  # a label's mask excludes rows
-        groups = [(name, *self._groups(name, values, weights)) for name in self._names]
-        found: list[SliceOfRows] = []
-        for prefix, rows in labels.items():
-            total, label = float(rows[:, 2].sum(dtype=np.float64)), prefix.removesuffix("/")
-            found += self._measured(label, ALL, ALL, rows, total)
-            for by, names, group_of in groups:
-                order = np.argsort(group_of, kind="stable")
-                ends = np.cumsum(np.bincount(group_of, minlength=len(names)))[:-1]
-                for name, part in zip(names, np.split(rows[order], ends), strict=True):
-                    found += self._measured(label, by, name, part, total)
+        found = self._slicer.measured(values, {prefix.removesuffix("/"): rows for prefix, rows in labels.items()})
         return SlicesOfRows(split, step, self._stride, found)
 
     def _gathered(self, parts: list[torch.Tensor]) -> NDArray[Any]:
         """Collective: join the rows of all ranks on rank 0."""
         local = torch.cat(parts)
         return gather_to_main(local.flatten(), self._context).numpy().reshape(-1, local.shape[1])
+
+
+class Slicer:
+    """Divides rows by the values of features, and measures each part."""
+
+    def __init__(
+        self,
+        names: list[str],
+        folder: str,
+        dataset: Dataset,
+        plain_features: list[str],
+        metrics: Mapping[str, Metric] | None = None,
+    ) -> None:
+        """names: features, or crosses of features. folder: the data set, which has the names of
+        values. plain_features: features whose ids are read unchanged. Raises ConfigError for a name
+        that is not a feature.
+        """
+        self._names, self._dataset, self._folder, self._metrics = names, dataset, folder, metrics or {}
+        self._columns = list(dict.fromkeys(column for name in names for column in name.split(CROSS)))
+        self._dense = [name for name in self._columns if name in dataset.dense_features]
+        for name in self._columns:
+            _check(name, dataset, plain_features)
+
+    def values_of(self, batch: Batch) -> torch.Tensor:
+        """Return the values [rows, columns] float64 of the features, which hold each id exactly."""
+        columns = [
+            batch.dense_features[:, self._dataset.dense_features.index(name)].double().cpu()
+            if name in self._dense
+            else torch.from_numpy(first_ids(batch.sparse_features[name])).double()
+            for name in self._columns
+        ]
+        return torch.stack(columns, dim=1) if columns else torch.empty(batch.batch_size, 0)
+
+    def measured(self, values: Floats, labels: Mapping[str, NDArray[Any]]) -> list[SliceOfRows]:
+        """Return all rows and each slice. labels: label -> rows [n, 3] of logit, label and weight."""
+        weights = np.max([rows[:, 2] for rows in labels.values()], axis=0)  # a label's mask excludes rows
+        groups = [(name, *self._groups(name, values, weights)) for name in self._names]
+        found: list[SliceOfRows] = []
+        for label, rows in labels.items():
+            total = float(rows[:, 2].sum(dtype=np.float64))
+            found += self._measured(label, ALL, ALL, rows, total)
+            for by, names, group_of in groups:
+                order = np.argsort(group_of, kind="stable")
+                ends = np.cumsum(np.bincount(group_of, minlength=len(names)))[:-1]
+                for name, part in zip(names, np.split(rows[order], ends), strict=True):
+                    found += self._measured(label, by, name, part, total)
+        return found
 
     def _groups(self, name: str, values: Floats, weights: Floats) -> tuple[list[str], NDArray[np.int64]]:
         """Return the names of the values of a slice, and for each row the number of its value."""

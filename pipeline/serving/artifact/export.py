@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.jobs.evaluate import ExportJob
-from pipeline.config.registry import from_extra
+from pipeline.config.registry import from_extra, if_installed
 from pipeline.runtime.byte_counts import show_size
 from pipeline.runtime.errors import ServingError, UserError
 from pipeline.runtime.logs import get_logger
@@ -61,6 +61,9 @@ def export(job: ExportJob) -> ExportSummary:
         # Tables are read while they are written, so the signature is required here too.
         with new_artifact(output) as writer, requiring(job.require_signature), signing(job.sign_key):
             manifest = write(job, step, writer)
+            if describe_artifact := if_installed("describe_artifact"):
+                describe_artifact(job, step, manifest, writer)  # writes files about the artifact
+                manifest = replace(manifest, files=writer.files)
             writer.commit(manifest)
     except FileExistsError:  # another export has made it in the meantime, maybe the same
         return _already_there(job, step, output)
@@ -79,6 +82,8 @@ def write_scorer(job: ExportJob, step: TrainedStep, writer: ArtifactWriter) -> M
         additions.append(from_extra("calibrate_artifact", f"calibration.kind={kind}"))
     if job.onnx:
         additions.append(from_extra("onnx_addition", "onnx=true")())
+    if measure := if_installed("measure_artifact"):
+        additions.append(measure)
     reference = make_reference(step, read_samples(job, step), writer.scratch)
     plan = plan_export(job, step, choose_precisions(job, reference))
     draft = writer.write(plan)

@@ -44,9 +44,10 @@ from pipeline.serving.artifact.task_quality import ServedTask
 FORMAT_VERSION = 1
 DENSE_FILE, COMPILED_FILE, COMPOSED_FILE = "dense.pt2", "dense.compiled.pt2", "composed.bin"
 CALIBRATION_FILE = "calibration.json"
+CARD_FILES = ("card.json", "card.md")  # for people: scores do not depend on them
 ITEM_PROGRAM, ITEM_VECTORS, ITEM_VALUES, ITEM_INDEX = "item.pt2", "items.vectors", "items.arrow", "items.index"
 FILE_NAME = re.compile(
-    r"(tables|vocabulary)/[0-9]{5}\.(rows|kept|arrow)|dense(\.compiled)?\.pt2|dense\.onnx|composed\.bin|calibration\.json|item\.(pt2|onnx)|items\.(vectors|arrow|index)"
+    r"(tables|vocabulary)/[0-9]{5}\.(rows|kept|arrow)|dense(\.compiled)?\.pt2|dense\.onnx|composed\.bin|calibration\.json|card\.(json|md)|item\.(pt2|onnx)|items\.(vectors|arrow|index)"
 )
 UNFINISHED = ".export-"  # what the folders begin with that exports write in
 MAX_MANIFEST_BYTES = 64 << 20
@@ -126,6 +127,7 @@ class Manifest:
         content["files"] = {
             name: {key: value for key, value in entry.items() if key not in ALGORITHMS}
             for name, entry in about["files"].items()
+            if name not in CARD_FILES
         }
         if self.tasks:
             content["tasks"] = about["tasks"]

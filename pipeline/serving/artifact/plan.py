@@ -16,7 +16,7 @@ from pipeline import __version__
 from pipeline.checkpoint.tables import StoredTable
 from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.config.registry import from_extra
-from pipeline.config.serving import AUTO, PRECISIONS, CalibrationConfig, RetrievalConfig
+from pipeline.config.serving import AUTO, PRECISIONS, CalibrationConfig, CardConfig, RetrievalConfig
 from pipeline.embeddings.table import Table
 from pipeline.runtime.logs import get_logger
 from pipeline.serving.artifact.manifest import DENSE_FILE, RetrievalParts
@@ -160,7 +160,10 @@ def _logged(found: list[str]) -> list[str]:
 def settings_of(job: ExportJob) -> dict[str, Any]:
     """Return the settings that the artifact's bytes depend on."""
     settings = {key: value for key, value in asdict(job).items() if key not in NO_SETTINGS}
-    for name, usual in (("retrieval", RetrievalConfig()), ("calibration", CalibrationConfig()), ("onnx", False)):
+    usual_settings = {
+        "retrieval": RetrievalConfig(), "calibration": CalibrationConfig(), "onnx": False, "card": CardConfig()
+    }  # fmt: skip
+    for name, usual in usual_settings.items():
         if getattr(job, name) == usual:  # earlier releases had no such settings
             del settings[name]
     return settings | ({"signed": True} if job.sign_key is not None else {})

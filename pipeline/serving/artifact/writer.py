@@ -112,6 +112,11 @@ class ArtifactWriter:
                 self._vocabularies[feature.name] = name
                 bar.advance(feature.cardinality)
 
+    @property
+    def files(self) -> dict[str, FileEntry]:
+        """Return the files that have been written so far."""
+        return dict(self._files)
+
     def add_bytes(self, name: str, content: bytes) -> None:
         self._files[name] = write_bytes(self._at(name), content)
 
