@@ -1,6 +1,8 @@
 """Serve an artifact with Ray Serve:  serve run examples.ray_serve:application artifact=artifacts/quickstart
 
-    curl -d '{"rows": [{"int_0": 3, "cat_0": "a"}]}' localhost:8000
+    curl -d @rows.json localhost:8000
+
+rows.json holds {"rows": [{"int_0": 3, "cat_0": "a", ...}]} with each column of the artifact's `schema`.
 
 `python -m pipeline serve` is faster: it puts requests together. Use this file where a Ray cluster serves other models too.
 """

@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 from pyspark.sql.functions import pandas_udf
+from pyspark.sql.types import FloatType
 
 from pipeline import Artifact
 
@@ -19,7 +20,7 @@ from pipeline import Artifact
 def score_udf(path: str) -> Any:
     """Return a function of a struct of columns."""
 
-    @pandas_udf("float")
+    @pandas_udf(FloatType())
     def score(batches: Iterator[pd.DataFrame]) -> Iterator[pd.Series]:
         artifact = Artifact(path)  # once in each task
         for batch in batches:

@@ -71,10 +71,15 @@ def test_ray_serve_answers(small_artifact: ExportSummary, rows: list[dict[str, o
 
 def test_bentoml_answers(small_artifact: ExportSummary, rows: list[dict[str, object]], wanted: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     pytest.importorskip("bentoml", reason=ABSENT)
+    from bentoml.exceptions import BadInput
+
     monkeypatch.setenv("ARTIFACT", small_artifact.artifact)
     from examples.bentoml_service import Scores
 
-    assert Scores.inner().predict(rows) == wanted.tolist()
+    service = Scores.inner()
+    assert service.predict(rows) == wanted.tolist()
+    with pytest.raises(BadInput, match="the rows lack"):
+        service.predict([{"int_0": 3}])
 
 
 def test_airflow_calls_functions(prepared_clicks: str, tmp_path: Path) -> None:
