@@ -41,7 +41,7 @@ def _tables(config: NextItemConfig, shares: str | None = "item_id") -> list[Tabl
     return resolve_tables({"default": default}, _dataset(shares), sequences=config.sequence_inputs)
 
 
-def _task(config: NextItemConfig) -> tuple[TaskModel, IdSplitter]:
+def make_next_item_task(config: NextItemConfig) -> tuple[TaskModel, IdSplitter]:
     tables = _tables(config)
     config.check_tables(tables, 0)
     task = make_task(config, build_model(config, tables, 0, seed=0), tables)
@@ -62,7 +62,7 @@ def _batch(histories: list[list[int]], items: list[int], split: IdSplitter) -> B
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_position_sees_no_later_item_and_the_newest_position_is_what_is_served(model: type[NextItemConfig]) -> None:
-    task, split = _task(model(dropout=0.0))
+    task, split = make_next_item_task(model(dropout=0.0))
     one = _batch([[1, 2, 3, 4], [5]], [6, 7], split)
     other = _batch([[1, 2, 9, 8], [5]], [3, 2], split)
     users, _, _ = task.model(one.dense_features, one.sparse_features)
@@ -80,7 +80,7 @@ def test_a_position_sees_no_later_item_and_the_newest_position_is_what_is_served
 
 @pytest.mark.parametrize("every_position", [True, False])
 def test_the_loss_is_the_softmax_among_the_items_of_other_rows(every_position: bool) -> None:
-    task, split = _task(SASRecConfig(dropout=0.0, every_position=every_position, temperature=0.5))
+    task, split = make_next_item_task(SASRecConfig(dropout=0.0, every_position=every_position, temperature=0.5))
     histories, items = [[1, 2], [], [2, 5, 7]], [3, 4, 1]
     batch = _batch(histories, items, split)
     batch.labels[1] = 0.0  # no positive, but its item is a negative
@@ -125,7 +125,7 @@ def _planted(count: int, seed: int) -> tuple[list[list[int]], list[int]]:
 @pytest.mark.parametrize("model", MODELS)
 def test_items_that_follow_from_the_last_two_are_found(model: type[NextItemConfig]) -> None:
     config = model(dropout=0.0, recall_at=[1], exclude_history=False)
-    task, split = _task(config)
+    task, split = make_next_item_task(config)
     optimizer = torch.optim.Adam(task.parameters(), lr=0.01)
     histories, items = _planted(2000, 1)
     for step in range(200):
