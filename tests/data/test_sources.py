@@ -216,6 +216,10 @@ def test_columns_without_values_and_labels_of_one_class_are_remarked_on(tmp_path
     summary = prepare_rows(tmp_path, source, {"label": "y", "sparse": ["c", "d"]}, split=SplitConfig())
     assert len(summary.hints) == 2
     assert mentions(summary.hints[0], "y 0 in all 10 validation rows 10 test") and "train" not in summary.hints[0]
+    assert "retrieval" not in summary.hints[0]
+    clicks = {name: replace(split, num_positives=split.num_rows) for name, split in summary.dataset.splits.items()}
+    of_clicks = find_hints(replace(summary.dataset, splits=clicks), str(tmp_path / "data"), {})
+    assert mentions(of_clicks[0], "y 1 in all 80 train rows models of retrieval")
     assert mentions(summary.hints[1], "c data.ids.min_frequency")
     for best_auc, count in (({}, 3), ({"train": 0.8}, 2)):  # negative numbers of generated data are meant
         found = find_hints(replace(summary.dataset, bayes_auc=best_auc), str(tmp_path / "data"), {"x": 7})

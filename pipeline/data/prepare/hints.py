@@ -71,7 +71,8 @@ def _of_labels(dataset: Dataset) -> list[str]:
     if kind != "binary" or not same:
         return []
     counts = ", ".join(f"{value} in all {dataset.splits[name].num_rows:,} {name} rows" for name, value in same.items())
-    return [f"{dataset.label} is {counts}: nothing can be learnt, or measured, of one class"]
+    clicks = "; models of retrieval can, from clicks alone" if set(same.values()) == {1} else ""
+    return [f"{dataset.label} is {counts}: a model of clicks cannot learn, or be measured, with one class{clicks}"]
 
 
 def _frequent(feature: SparseFeature, folder: str) -> list[str]:
