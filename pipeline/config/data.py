@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pipeline.config.columns import ColumnsConfig, LabelConfig, NegativeSamplingConfig
 from pipeline.config.generated import GeneratorConfig, SyntheticConfig
-from pipeline.config.registry import find, read_settings
+from pipeline.config.registry import find, from_extra, read_settings
 from pipeline.config.tables import is_pattern, matches
 from pipeline.config.transforms import NUMBER, TransformConfig, make_transforms, raw_inputs
 from pipeline.runtime.errors import ConfigError, check_at_least, check_choice, check_given, check_within, did_you_mean
@@ -283,6 +283,8 @@ class DataConfig:
     dense_transforms: dict[str, str] = field(default_factory=dict)
     # new column -> kind and settings of its transform
     transforms: dict[str, Any] = field(default_factory=dict)
+    # Of tables whose columns are added to each row by a key and the row's time (extras/joins).
+    joins: list[dict[str, Any]] = field(default_factory=list)
     # if a folder of Spark or Hive has no _SUCCESS: required, reported or ignored
     success_file: str = "reported"
     # Of a registered generator: its `kind` and settings. Empty: `synthetic` is generated, or
@@ -342,6 +344,13 @@ class DataConfig:
             raise ConfigError("data.split.kind=user needs data.group_column=<the column of users>")
         if self.reader.shuffle == "groups" and self.group_column is None:
             raise ConfigError("data.reader.shuffle=groups needs data.group_column=<column>")
+        if self.joins:
+            self.joins = from_extra("check_joins", "data.joins")(self)
+
+    @property
+    def joined_columns(self) -> list[str]:
+        """Return the columns that come from the tables of `joins` instead of the source."""
+        return [name for join in self.joins for name in join["columns"]]
 
     def read_generator(self) -> GeneratorConfig:
         """Return `generator` as the dataclass of its kind. Raises ConfigError for unknown keys and

@@ -33,6 +33,7 @@ ADDED_FIELDS = (
     "weight_column",
     "negative_sampling",
     "transforms",
+    "side_tables",
 )
 # column of the shards: int64, a 64-bit hash of the group's value, 0 if it is missing
 GROUP_COLUMN = "__group__"
@@ -140,6 +141,23 @@ class Label:
 
 
 @dataclass(frozen=True)
+class SideTable:
+    """Prepared columns that many rows have in common, stored once for each version of them.
+
+    The shards have `index` (int32) instead of `columns`: the `version` of the row of the Parquet
+    file `path`. about: what `prepare` printed about the join.
+    """
+
+    index: str
+    columns: List[str]
+    path: str
+    num_rows: int
+    size_bytes: int
+    sha256: str
+    about: Dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Dataset:
     """The content of dataset.json.
 
@@ -176,6 +194,7 @@ class Dataset:
     negative_sampling: Dict[str, Any] = field(default_factory=dict)
     # column, kind and settings of computed columns, as data.transforms declares them
     transforms: List[Dict[str, Any]] = field(default_factory=list)
+    side_tables: List[SideTable] = field(default_factory=list)  # of data.joins
     format_version: int = FORMAT_VERSION
 
     def best_auc(self, split: str, label: str) -> Optional[float]:
@@ -288,6 +307,7 @@ class Dataset:
     def _names_problem(self) -> str:
         """Return the name of a file that leads out of the data set's folder, as a problem; "" if there is none."""
         named = [(f"feature {each.name!r}", each.vocabulary) for each in self.sparse_features if each.vocabulary]
+        named += [(f"side table {each.index!r}", each.path) for each in self.side_tables]
         named += [(f"split {name!r}", shard.path) for name, split in self.splits.items() for shard in split.files]
         return next(
             (f"{name[:100]!r} of {what[:100]} {text}" for what, name in named if (text := name_problem(name))), ""

@@ -158,7 +158,7 @@ def view(reader: DataConfig, other: DataConfig, today: DataConfig) -> tuple[Data
 
 def source_names(data: DataConfig) -> list[str]:
     """Return the columns of the source that the config reads."""
-    return _names(source_columns(data))
+    return [name for name in _names(source_columns(data)) if name not in data.joined_columns]
 
 
 def _names(columns: ColumnsConfig) -> list[str]:

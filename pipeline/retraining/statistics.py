@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from pipeline.data.dataset import Dataset
 from pipeline.data.prepare.base_vocabulary import BUCKETS_FILE
+from pipeline.data.read.row_groups import row_group_reader
 from pipeline.runtime.storage import storage
 
 NUM_QUANTILES = 64
@@ -63,11 +64,11 @@ def measure(folder: str, dataset: Dataset, previous: WindowStatistics | None) ->
     """Measure the features of `dataset` in the training split in `folder`. previous: the previous
     accepted window.
     """
-    reader = _Counts(dataset)
+    reader, read = _Counts(dataset), row_group_reader(folder, dataset)
     for shard in dataset.splits["train"].files:
         with storage.open_file(storage.join(folder, shard.path), "rb") as raw, pq.ParquetFile(raw) as file:
             for group in range(file.num_row_groups):
-                reader.add(file.read_row_group(group))
+                reader.add(read(file, group))
     empty, distance, quantiles = {}, {}, {}
     for name in dataset.dense_features:
         values = np.concatenate(reader.dense[name]) if reader.dense[name] else np.zeros(0, np.float32)

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from pipeline.config.data import ReaderConfig
 from pipeline.data.dataset import Split, check_split, load_dataset
+from pipeline.data.read.row_groups import row_group_reader
 from pipeline.runtime.errors import check_at_least
 from pipeline.runtime.logs import quiet_libraries
 from pipeline.runtime.storage import storage
@@ -89,10 +90,10 @@ class Dataset:
         """Return the prepared rows: labels, transformed numbers and ids."""
         check_split(self._about, split, 0)
         paths = [storage.join(self.path, file.path) for file in self._about.splits[split].files]
-        tables = []
+        tables, read = [], row_group_reader(self.path, self._about)
         for path in paths:
-            with storage.open_file(path, "rb") as file:
-                tables.append(pq.read_table(file, columns=columns))
+            with storage.open_file(path, "rb") as raw, pq.ParquetFile(raw) as file:
+                tables += [read(file, number, columns) for number in range(file.num_row_groups)]
         return pa.concat_tables(tables)
 
     def profile(self) -> pa.Table:

@@ -66,6 +66,10 @@ class Features:
     derived_kinds: dict[str, str] = field(default_factory=dict)
     weighted: list[str] = field(default_factory=list)  # of multi_hot
     vectors: dict[str, int] = field(default_factory=dict)  # columns whose numbers are dense features
+    # Columns of shards that are stored once, by the column of shards that says which version a row
+    # has (dataset.SideTable). `noted`: further whole numbers that are staged for them.
+    stored_once: dict[str, list[str]] = field(default_factory=dict)
+    noted: list[str] = field(default_factory=list)
 
     def kind_of(self, name: str) -> str:
         """Return the kind of transform that a dense column gets."""
@@ -207,6 +211,9 @@ def encode_block(
     if features.group:
         arrays.append(pa.array(group_ids(table[features.group])))
         names.append(GROUP_COLUMN)
+    for name in (*features.stored_once, *features.noted):
+        arrays.append(table[name].combine_chunks())
+        names.append(name)
     if hashes:
         arrays.append(pa.array(hashes.finish()))
         names.append(HASH_COLUMN)
@@ -235,7 +242,7 @@ def label_values(column: pa.ChunkedArray) -> np.ndarray:
 
 def group_ids(column: pa.ChunkedArray) -> np.ndarray:
     """Return [rows] int64: a hash of the value as text, or 0 if the value is missing."""
-    codes, distinct = _codes(plain(column).combine_chunks())
+    codes, distinct = codes_of(plain(column).combine_chunks())
     return np.concatenate([np.zeros(1, np.int64), hash_text(distinct, 0).view(np.int64)])[codes]
 
 
@@ -262,7 +269,7 @@ def encode_values(features: Features, name: str, column: pa.ChunkedArray) -> Enc
         if name in features.weighted:
             values, numbers = split_elements(values)
             weights = numbers.astype(np.float32)
-    return EncodedValues(*_codes(values, features.null_values), lengths, weights)
+    return EncodedValues(*codes_of(values, features.null_values), lengths, weights)
 
 
 def _staged_numbers(values: np.ndarray, kind: str) -> np.ndarray:
@@ -285,7 +292,7 @@ def _flatten(column: pa.Array, separator: str) -> tuple[pa.Array, np.ndarray]:
     return column.flatten(), lengths
 
 
-def _codes(column: pa.Array, null_values: Sequence[str] = ()) -> tuple[np.ndarray, pa.Array]:
+def codes_of(column: pa.Array, null_values: Sequence[str] = ()) -> tuple[np.ndarray, pa.Array]:
     """Return codes from 1 on (0 means missing), and their distinct values as text.
 
     Empty text and the texts in `null_values` are missing values.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.columns import LabelConfig
 from pipeline.config.data import SPLITS, DataConfig
+from pipeline.config.registry import from_extra
 from pipeline.data.dataset import FILE_NAME, Dataset, listed_labels, load_dataset
 from pipeline.data.raw.blocks import Source
 from pipeline.data.raw.layout import feature_names, with_dense_names
@@ -55,14 +56,17 @@ def find_prepared(
     differing += [f"{name} is another file" for name in given.keys() & prepared.keys() if given[name] != prepared[name]]
     written_ns = stamp_of(path).modified_ns or sys.maxsize  # unknown in an object store
     differing += _changed_sources(dataset, sources, 0 if verify_sources else written_ns, hint)
+    if config.joins:
+        differing += from_extra("changed_joins", "data.joins")(config, dataset)
     differing += [f"{name} is new" for name in given.keys() - prepared.keys()]
     differing += [f"{name} is missing" for name in prepared.keys() - given.keys()]
     if differing:
         raise DataError(f"{config.path} was prepared from other input ({'; '.join(sorted(differing)[:5])}): {hint}")
-    for shard in (shard for split in dataset.splits.values() for shard in split.files):
-        shard_path = storage.join(config.path, shard.path)
-        if not storage.is_file(shard_path) or storage.size_bytes(shard_path) != shard.size_bytes:
-            raise DataError(f"{shard_path} is not the {shard.size_bytes:,} bytes that {FILE_NAME} names: {hint}")
+    files = [(shard.path, shard.size_bytes) for split in dataset.splits.values() for shard in split.files]
+    for name, size_bytes in files + [(side.path, side.size_bytes) for side in dataset.side_tables]:
+        shard_path = storage.join(config.path, name)
+        if not storage.is_file(shard_path) or storage.size_bytes(shard_path) != size_bytes:
+            raise DataError(f"{shard_path} is not the {size_bytes:,} bytes that {FILE_NAME} names: {hint}")
     for feature in dataset.sparse_features:
         if feature.vocabulary:
             try:
@@ -97,7 +101,7 @@ def _differences(
     """Return key -> (value in the data set, value in the config), for the recipe's keys with different values."""
     wanted, found = _flat("data", recipe_of(config, base)), _flat("data", dataset.recipe)
     # Keys that may be absent in this job. Some keys are in a recipe only if they are set.
-    keys = wanted.keys() | {key for key in found if key.startswith("data.columns.label")}
+    keys = wanted.keys() | {key for key in found if key.startswith(("data.columns.label", "data.joins"))}
     return {key: (found.get(key), wanted.get(key)) for key in keys if wanted.get(key) != found.get(key)}
 
 
@@ -180,6 +184,8 @@ def recipe_of(config: DataConfig, base: BaseVocabulary | None = None) -> dict[st
         recipe["negative_sampling"] = asdict(config.negative_sampling)
     if config.group_column is not None:
         recipe["group_column"] = config.group_column
+    if config.joins:  # the bytes of the tables are compared instead of their places
+        recipe["joins"] = [{key: value for key, value in join.items() if key != "table"} for join in config.joins]
     if config.buckets:
         recipe["buckets"] = {name: _without_none(asdict(each)) for name, each in sorted(config.buckets.items())}
     if config.transforms:

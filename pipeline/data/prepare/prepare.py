@@ -17,6 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from pipeline.config.data import SPLITS
+from pipeline.config.registry import from_extra
 from pipeline.data.dataset import FILE_NAME, Dataset, SparseFeature
 from pipeline.data.prepare.base_vocabulary import BUCKETS_FILE
 from pipeline.data.prepare.buckets import BucketIds, ids_of_buckets, learn_from_counts
@@ -70,7 +71,7 @@ def prepare_dataset(recipe: Recipe, executor: Executor) -> tuple[Dataset, list[s
         files = _stage(recipe, executor)
         with scratch_folder(recipe) as scratch, engine_errors(recipe.resources):
             dataset = _write_dataset(recipe, executor, files, scratch)
-        check_unchanged(recipe.sources)
+        check_unchanged([*recipe.sources, *(recipe.joins.sources if recipe.joins else ())])
         storage.publish_text(storage.join(config.path, FILE_NAME), dataset.to_json())
         storage.remove(staging)
     negative: Counter[str] = Counter()
@@ -123,7 +124,8 @@ def _write_dataset(recipe: Recipe, executor: Executor, files: list[FileSummary],
     shards = _write_shards(recipe, executor, divided, shared)
     sparse = _publish_vocabularies(recipe, divided, numbered, in_buckets, scratch)
     dropped = sum(file.num_rows for file in files) - sum(sum(file.per_split) for file in divided)
-    prepared = Prepared(sparse, shards, transforms, shared_rows, dropped)
+    side_tables = from_extra("write_side_tables", "data.joins")(recipe, shards) if recipe.joins else []
+    prepared = Prepared(sparse, shards, transforms, shared_rows, dropped, side_tables)
     return assemble_dataset(recipe, files, prepared, scratch)
 
 

@@ -15,10 +15,13 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import duckdb
+import pyarrow as pa
 
 from pipeline.config.data import DataConfig
+from pipeline.config.registry import from_extra
 from pipeline.data.prepare.base_vocabulary import BaseVocabulary
 from pipeline.data.prepare.encode import Features, features_of
 from pipeline.data.prepare.identity import recipe_of
@@ -34,6 +37,27 @@ Json = dict[str, object]
 
 def _ignore(_: float) -> None:
     """Ignore progress, because nothing shows it."""
+
+
+class RowJoins(Protocol):
+    """Adds columns of other tables to rows (data.joins).
+
+    layout: the rows of the source, which lack these columns. sources: the files of the tables. key:
+    a hash of them and of the settings.
+    """
+
+    layout: Layout
+    sources: Sequence[Source]
+    key: str
+
+    def features(self, features: Features) -> Features:
+        """Return the features with the columns that are stored once."""
+
+    def check(self, names: Sequence[str], schema: pa.Schema | None, path: str) -> None:
+        """Raise DataError if the columns of a source do not fit the tables."""
+
+    def __call__(self, rows: pa.Table) -> pa.Table:
+        """Return parsed rows with the columns that each row may see."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +80,7 @@ class Recipe:
     scratch: str | None = None
     plugins: list[str] = field(default_factory=list)
     advance: Callable[[float], None] = _ignore
+    joins: RowJoins | None = None
 
     def path(self, *names: str) -> str:
         return storage.join(self.resources.staging, *names)
@@ -72,12 +97,16 @@ def make_recipe(
     """Return the recipe. Raises DataError if data.feature_ids names no categorical column, or `base` does not fit."""
     layout = with_group(layout_of(config), config.group_column)
     features = features_of(config, layout)
+    joins: RowJoins | None = from_extra("join_tables", "data.joins")(config, layout) if config.joins else None
+    if joins is not None:
+        layout, features = joins.layout, joins.features(features)
     if base is not None:
         base.check(features)
     names = [(each.name, each.size_bytes, each.digest, each.split) for each in sources]
-    text = json.dumps([recipe_of(config, base), names], sort_keys=True, default=str)
+    described = [recipe_of(config, base), names, *([joins.key] if joins else [])]
+    text = json.dumps(described, sort_keys=True, default=str)
     key = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return Recipe(config, sources, layout, features, resources, key, base, scratch, list(plugins))
+    return Recipe(config, sources, layout, features, resources, key, base, scratch, list(plugins), joins=joins)
 
 
 @contextmanager

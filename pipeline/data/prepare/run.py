@@ -112,6 +112,8 @@ def describe(summary: PrepareSummary) -> str:
     if dataset.bayes_auc:
         best = ", ".join(f"{name} {value:.4f}" for name, value in dataset.bayes_auc.items())
         lines.append(f"  best possible AUC: {best}")
+    if dataset.side_tables:
+        lines += from_extra("describe_joins", "data.joins")(dataset)
     if summary.already_prepared:
         lines.append(f"already prepared in {summary.path}: nothing to do")
     else:

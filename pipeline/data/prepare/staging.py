@@ -157,13 +157,16 @@ def _stage(recipe: Recipe, source: Source, staged: StagedFile, check: Callable[[
     features, resources = recipe.features, recipe.resources
     teacher = _read_teacher(source, features)
     reader, names = open_source(recipe.layout, source, resources.block_bytes)
+    if recipe.joins is not None:
+        recipe.joins.check(names, reader.schema(), source.path)
 
     def work(read: tuple[Block, int]) -> tuple[int, Block, ParsedRows, EncodedBlock]:
         block, before = read
         parsed = parse_block(recipe.layout, names, block)
         rows = slice(block.first_row, block.first_row + block.num_rows)
         truth = {name: of_label[rows][parsed.kept] for name, of_label in teacher.items()}
-        return before, block, parsed, encode_block(features, parsed.table, truth)
+        table = parsed.table if recipe.joins is None else recipe.joins(parsed.table)
+        return before, block, parsed, encode_block(features, table, truth)
 
     position = 0
     with reader, _Writer(staged) as writer:
@@ -213,6 +216,7 @@ def _key(recipe: Recipe, source: Source) -> str:
     parts += [f"in buckets: {name}" for name in features.buckets]
     parts += [f"{name} by {kind}" for name, kind in features.transforms.items()]
     parts += described(features.derived, features.derived_kinds)
+    parts += [recipe.joins.key] if recipe.joins else []
     return hashlib.sha256(json.dumps([*parts, features.dense_transform]).encode()).hexdigest()[:16]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from pipeline.config.data import SPLITS
 from pipeline.config.transforms import described
-from pipeline.data.dataset import Dataset, SequenceFeature, SparseFeature, Split, listed_labels
+from pipeline.data.dataset import Dataset, SequenceFeature, SideTable, SparseFeature, Split, listed_labels
 from pipeline.data.prepare.encode import Features
 from pipeline.data.prepare.identity import recipe_of
 from pipeline.data.prepare.recipe import Recipe
@@ -32,13 +32,14 @@ QUARANTINE_FILE = "quarantine.jsonl"
 @dataclass(frozen=True)
 class Prepared:
     """The results of tasks. sparse: bucketed features come last. dropped_rows: training rows
-    left out by negative sampling."""
+    left out by negative sampling. side_tables: of data.joins."""
 
     sparse: list[SparseFeature]
     shards: list[WrittenShard]
     transforms: dict[str, Transform]
     shared_rows: dict[str, int]
     dropped_rows: int
+    side_tables: list[SideTable]
 
 
 def assemble_dataset(recipe: Recipe, files: Sequence[FileSummary], prepared: Prepared, scratch: str) -> Dataset:
@@ -72,6 +73,7 @@ def assemble_dataset(recipe: Recipe, files: Sequence[FileSummary], prepared: Pre
         weight_column=features.weight,
         negative_sampling=_describe_sampling(features, prepared.dropped_rows),
         transforms=described(features.derived, features.derived_kinds),
+        side_tables=prepared.side_tables,
     )
 
 

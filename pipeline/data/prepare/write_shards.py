@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.config.data import SPLITS
+from pipeline.config.registry import from_extra
 from pipeline.data.dataset import GROUP_COLUMN, ShardFile, SparseFeature, weights_column
 from pipeline.data.prepare.buckets import BucketIds
 from pipeline.data.prepare.divide import DividedFile, load_blocks
@@ -58,6 +59,8 @@ class WrittenShard:
     positive_weight: float
     labels: dict[str, np.ndarray] = field(repr=False)
     truth: dict[str, np.ndarray] = field(repr=False)
+    # for each key of Features.stored_once, what write_side_tables reads
+    joined: list[dict[str, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -154,15 +157,24 @@ class _ShardWriter:
         kinds += [(weights_column(name), _lists_of(pa.float32())) for name in features.weighted]
         kinds += [(GROUP_COLUMN, pa.int64())] if features.group else []
         self._schema = pa.schema([pa.field(name, kind, nullable=False) for name, kind in kinds])
+        once = {name for names in features.stored_once.values() for name in names}
+        kinds = [(name, kind) for name, kind in kinds if name not in once]
+        kinds += [(name, pa.int32()) for name in features.stored_once]
+        self._written = pa.schema([pa.field(name, kind, nullable=False) for name, kind in kinds])
 
     def write(self, staged: str) -> WrittenShard:
         item = self._item
         row_groups, num_positives, weight, positive_weight = [], 0, 0.0, 0.0
         truth: dict[str, list[np.ndarray]] = defaultdict(list)
         labels: dict[str, list[np.ndarray]] = defaultdict(list)
-        with pq.ParquetWriter(staged, self._schema, **PARQUET_OPTIONS) as out:
+        recorder = None
+        if self._features.stored_once:
+            recorder = from_extra("record_joined", "data.joins")(self._recipe, item.path, self._schema)
+        with pq.ParquetWriter(staged, self._written, **PARQUET_OPTIONS) as out:
             for table in in_row_groups(self._read(), self._recipe.config.rows_per_row_group):
-                out.write_table(table.select(self._schema.names).cast(self._schema))
+                out.write_table(table.select(self._written.names).cast(self._written))
+                if recorder is not None:
+                    recorder.add(table)
                 row_groups.append(table.num_rows)
                 positive = table[self._features.label].to_numpy() != 0
                 num_positives += int(np.count_nonzero(positive))
@@ -184,6 +196,7 @@ class _ShardWriter:
             positive_weight=positive_weight,
             labels={name: np.concatenate(parts) for name, parts in labels.items()},
             truth={name: np.concatenate(parts) for name, parts in truth.items()},
+            joined=[] if recorder is None else recorder.write(os.path.dirname(staged)),
         )
 
     def _weights(self, table: pa.Table) -> np.ndarray:

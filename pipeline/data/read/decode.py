@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from pipeline.data.dataset import GROUP_COLUMN, Dataset, Split, weights_column
 from pipeline.data.read.check_rows import Columns, Lists, check_columns, label_shape, num_bytes
 from pipeline.data.read.quarantine import Quarantine
+from pipeline.data.read.row_groups import row_group_reader
 from pipeline.data.read.shard_files import HOW_TO_FIX, ShardError, ShardFiles, check_layout
 from pipeline.data.read.streams import Segment, row_permutation, with_groups_together
 from pipeline.runtime.errors import DataError
@@ -80,6 +81,7 @@ class Shards:
         self.dataset, self._groups_together, self._looked_at_groups = dataset, groups_together, False
         self._keep_bytes, self._kept = keep_bytes, dict[int, Checked]()  # by row group
         self.row_group_sizes = [rows for shard in split.files for rows in shard.row_groups]
+        self._read_columns = row_group_reader(folder, dataset)
         self.files = ShardFiles(folder, split, must_be_whole=quarantine is None)
         self._quarantine = quarantine
         self._places = [
@@ -186,7 +188,7 @@ class Shards:
     def _read(self, index: int, row_group: int) -> pa.Table:
         with self._borrow(index) as file:
             try:
-                return file.read_row_group(row_group, columns=self._columns, use_threads=False)
+                return self._read_columns(file, row_group, self._columns, use_threads=False)
             except (OSError, pa.ArrowException) as error:
                 # an error of the disk: the bytes may be intact
                 if getattr(error, "errno", None) is not None:

@@ -155,6 +155,8 @@ def check_layout(path: str, shard: ShardFile, file: pq.ParquetFile, dataset: Dat
     wanted |= {f.name: "a list of integers" if f.multi_hot else "an integer" for f in dataset.sparse_features}
     wanted |= {weights_column(name): "a list of numbers" for name in dataset.weighted_features}
     wanted |= {GROUP_COLUMN: "an integer"} if dataset.group_column else {}
+    for side in dataset.side_tables:
+        wanted = {name: kind for name, kind in wanted.items() if name not in side.columns} | {side.index: "an integer"}
     for name, kind in wanted.items():
         if name not in types:
             raise ShardError(f"{path} has no column {name!r}; {HOW_TO_FIX}")

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from pipeline.config.data import SPLITS
 from pipeline.data.dataset import Dataset
 from pipeline.data.quality import Floats, auc
+from pipeline.data.read.row_groups import row_group_reader
 from pipeline.data.read.streams import mix
 from pipeline.runtime.storage import storage
 
@@ -59,12 +60,12 @@ def _read(folder: str, dataset: Dataset, name: str, label: str) -> SplitRows:
     split = dataset.splits[name]
     keep_every = max(1, math.ceil(split.num_rows / MAX_ROWS))
     columns = [label, *dataset.dense_features, *dataset.sparse_feature_names]
-    tables, number = [], 0
+    tables, number, read = [], 0, row_group_reader(folder, dataset)
     for shard in split.files:
         with storage.open_file(storage.join(folder, shard.path), "rb") as raw, pq.ParquetFile(raw) as file:
             for group in range(file.num_row_groups):
                 if number % keep_every == 0:
-                    tables.append(file.read_row_group(group, columns=columns))
+                    tables.append(read(file, group, columns))
                 number += 1
     table = pa.concat_tables(tables).slice(0, 2 * MAX_ROWS)
     dense = {each: table[each].to_numpy().astype(np.float64) for each in dataset.dense_features}

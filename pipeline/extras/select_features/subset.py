@@ -94,6 +94,7 @@ def write_subset(source: str, dataset: Dataset, data: DataConfig) -> None:
             raise ConfigError(f"{data.path} has other features or rows: choose another run_dir, or remove {data.path}")
         return
     files = [file.path for split in kept.splits.values() for file in split.files]
+    files += [each.path for each in kept.side_tables]
     for name in [*files, *(each.vocabulary for each in kept.sparse_features if each.vocabulary)]:
         target = storage.join(data.path, name)
         storage.make_folder(storage.dirname(target))

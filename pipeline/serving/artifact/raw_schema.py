@@ -16,6 +16,7 @@ from pipeline.config.columns import KEEPS, MAX_LENGTH, MAX_VECTOR, ColumnsConfig
 from pipeline.config.data import DENSE_TRANSFORMS
 from pipeline.config.transforms import LIST, NUMBER, TEXT, TransformConfig, make_transform, raw_inputs, restore
 from pipeline.data.dataset import Dataset, SequenceFeature, SparseFeature, vocabulary_of
+from pipeline.data.read.row_groups import row_group_reader
 from pipeline.runtime.errors import ConfigError
 from pipeline.runtime.storage import storage
 
@@ -180,10 +181,11 @@ def _row_zero_shares(dataset: Dataset, data_path: str) -> dict[str, float]:
     files = dataset.splits["validation"].files
     if not names or not files:
         return {}
+    read = row_group_reader(data_path, dataset)
     zeros, totals = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
     with storage.open_file(storage.join(data_path, files[0].path), "rb") as raw, pq.ParquetFile(raw) as file:
         for number in range(min(file.num_row_groups, 8)):
-            table = file.read_row_group(number)
+            table = read(file, number, names)
             for name in names:
                 column = table[name].combine_chunks()
                 ids = np.asarray(column.flatten() if pa.types.is_list(column.type) else column)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from pipeline.data.dataset import Dataset, SparseFeature, weights_column
 from pipeline.data.read.check_rows import Lists
 from pipeline.data.read.multi_hot import sample_bags
+from pipeline.data.read.row_groups import row_group_reader
 from pipeline.embeddings.compression.kind import Bags
 from pipeline.runtime.errors import ConfigError, DataError
 from pipeline.runtime.storage import storage
@@ -39,10 +40,11 @@ def last_rows(dataset: Dataset, data_path: str, item: str, columns: Sequence[str
 
 
 def _row_groups(dataset: Dataset, data_path: str, columns: Sequence[str]) -> Iterator[pa.Table]:
+    read = row_group_reader(data_path, dataset)
     for file in dataset.splits["train"].files:
         with storage.open_file(storage.join(data_path, file.path), "rb") as raw, pq.ParquetFile(raw) as opened:
             for number in range(opened.num_row_groups):
-                yield opened.read_row_group(number, columns=list(columns))
+                yield read(opened, number, columns)
 
 
 def lists_of(table: pa.Table, feature: str, weighted: bool) -> Lists:
