@@ -1,11 +1,11 @@
 """Compare columns that are joined at read with a table joined beforehand: bytes on disk, and rows read per second.
 
-    python -m benchmarks.joins [--rows 400000] [--rounds 5] [--output docs/measurements/joins.json]
+    python -m benchmarks.joins [--rows 200000] [--rounds 5] [--output docs/measurements/joins.json]
 
 Three data sets of the same rows: `rows alone` lacks the joined columns, `joined at read` stores them once (data.joins),
 `joined beforehand` has them in each row, by an as-of join of DuckDB. Batches of the last two are compared first: all bits are equal.
-`items`: 8 categories and 4 numbers of 5,000 items, with 8 versions each. `histories`: the newest 50 items of each of 2,000 users, written
-20 times each. Each data set is read by one thread without a cache of row groups, and the data sets take turns.
+`items`: 8 categories and 4 numbers of 5,000 items, with 8 versions each. `histories`: the newest 50 items of each of 500 users, their categories and shops, written
+20 times each, so that 20 rows of 200,000 see one version. Each data set is read by one thread without a cache of row groups, and the data sets take turns.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pipeline.data.prepare.run import prepare
 from pipeline.data.read.reader import ShardReader
 
 BEGIN, SECONDS = 1_760_000_000, 20 * 86_400
-ITEMS, ITEM_VERSIONS, USERS, USER_VERSIONS, LENGTH, BATCH = 5_000, 8, 2_000, 20, 50, 2048
+ITEMS, ITEM_VERSIONS, USERS, USER_VERSIONS, LENGTH, BATCH = 5_000, 8, 500, 20, 50, 2048
 CATEGORIES, NUMBERS = [f"category_{i}" for i in range(8)], [f"number_{i}" for i in range(4)]
 OWN = ["user", "item", "place", "hour"]
 WAYS = ["rows alone", "joined at read", "joined beforehand"]
@@ -61,12 +61,12 @@ def write_tables(folder: Path, num_rows: int) -> None:
     items |= {name: generator.exponential(10.0, len(of_item)) for name in NUMBERS}
     pq.write_table(pa.table(items), folder / "items.parquet")
     of_user = np.repeat(np.arange(USERS), USER_VERSIONS)
-    histories = (np.minimum(generator.zipf(1.3, (len(of_user), LENGTH)), ITEMS) - 1).tolist()
-    users = {
+    users: dict[str, Any] = {
         "user": of_user,
         "written_at": BEGIN - 1 + np.tile(np.arange(USER_VERSIONS), USERS) * SECONDS // USER_VERSIONS,
-        "history": histories,
     }
+    history = np.minimum(generator.zipf(1.3, (len(of_user), LENGTH)), ITEMS) - 1
+    users |= {"history": history.tolist(), "categories": (history % 100).tolist(), "shops": (history % 1000).tolist()}
     pq.write_table(pa.table(users), folder / "users.parquet")
     for name, key in (("items", "item"), ("users", "user")):
         duckdb.sql(
@@ -82,8 +82,9 @@ def prepare_ways(folder: Path, case: str) -> dict[str, Dataset]:
         wide = replace(columns, sparse=[*OWN, *CATEGORIES], dense=[*columns.dense, *NUMBERS])
         join = {"table": "items", "on": "item", "columns": [*CATEGORIES, *NUMBERS]}
     else:
-        wide = replace(columns, sequence={"history": SequenceConfig(max_length=LENGTH, shares="item")})
-        join = {"table": "users", "on": "user", "columns": ["history"]}
+        sequences = {name: SequenceConfig(beside="history") for name in ("categories", "shops")}
+        wide = replace(columns, sequence={"history": SequenceConfig(max_length=LENGTH, shares="item"), **sequences})
+        join = {"table": "users", "on": "user", "columns": ["history", "categories", "shops"]}
     join = {**join, "table": f"{folder}/{join['table']}.parquet", "written_at": "written_at"}
     sources = {"rows alone": ("rows", columns, []), "joined at read": ("rows", wide, [join])}
     sources["joined beforehand"] = (f"rows_{'items' if case == 'items' else 'users'}", wide, [])
@@ -125,11 +126,12 @@ def bytes_of(dataset: Dataset) -> int:
 def measure(folder: Path, case: str, rounds: int) -> list[dict[str, Any]]:
     datasets = prepare_ways(folder, case)
     check_equal(folder, case, datasets)
+    readers = {way: reader_of(folder, case, way, datasets[way]) for way in WAYS}
     rates: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
-    for _ in range(rounds + 1):
+    for epoch in range(rounds + 1):
         for way in WAYS:
             began, cpu_began = time.perf_counter(), sum(os.times()[:4])
-            rows = sum(batch.batch_size for batch in reader_of(folder, case, way, datasets[way]).batches(0))
+            rows = sum(batch.batch_size for batch in readers[way].batches(epoch))
             rates[way].append((rows / (time.perf_counter() - began), rows / (sum(os.times()[:4]) - cpu_began)))
     figures = []
     base = {way: statistics.median(cpu for _, cpu in rates[way][1:]) for way in WAYS}  # the first round warms up
@@ -150,7 +152,7 @@ def measure(folder: Path, case: str, rounds: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=400_000)
+    parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()

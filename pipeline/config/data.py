@@ -284,7 +284,7 @@ class DataConfig:
     # new column -> kind and settings of its transform
     transforms: dict[str, Any] = field(default_factory=dict)
     # Of tables whose columns are added to each row by a key and the row's time (extras/joins).
-    joins: list[dict[str, Any]] = field(default_factory=list)
+    joins: list[Any] = field(default_factory=list)
     # if a folder of Spark or Hive has no _SUCCESS: required, reported or ignored
     success_file: str = "reported"
     # Of a registered generator: its `kind` and settings. Empty: `synthetic` is generated, or

@@ -144,14 +144,15 @@ class Label:
 class SideTable:
     """Prepared columns that many rows have in common, stored once for each version of them.
 
-    The shards have `index` (int32) instead of `columns`: the `version` of the row of the Parquet
-    file `path`. about: what `prepare` printed about the join.
+    The shards have `index` (int32) instead of `columns`: the `version` of a row of the Parquet file
+    `path`, whose versions are below num_versions. about: what `prepare` printed about the join.
     """
 
     index: str
     columns: List[str]
     path: str
     num_rows: int
+    num_versions: int
     size_bytes: int
     sha256: str
     about: Dict[str, Any] = field(default_factory=dict)
@@ -241,6 +242,16 @@ class Dataset:
                 f"{', '.join(missing[:5])}; prepare it with the columns that the model was trained on"
             )
         return replace(self, dense_features=list(dense), sparse_features=[self.sparse_feature(each) for each in sparse])
+
+    @property
+    def without_side_columns(self) -> "Dataset":
+        """Return the same data with the features that shards hold in each row."""
+        once = {name for side in self.side_tables for name in side.columns}
+        return replace(
+            self,
+            dense_features=[name for name in self.dense_features if name not in once],
+            sparse_features=[each for each in self.sparse_features if each.name not in once],
+        )
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the canonical JSON.

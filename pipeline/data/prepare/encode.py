@@ -200,8 +200,9 @@ def encode_block(
             arrays.append(_lists_of(codes.astype(np.uint32), lengths))
         if weights is not None and lengths is not None:
             of_weights[weights_column(name)] = _lists_of(weights, lengths)
-    arrays += [*in_buckets, *of_weights.values()]
-    names = [*labels, *features.dense, *features.sparse, *features.buckets, *of_weights]
+    of_joins = {name: table[name].combine_chunks() for name in (*features.stored_once, *features.noted)}
+    arrays += [*in_buckets, *of_weights.values(), *of_joins.values()]
+    names = [*labels, *features.dense, *features.sparse, *features.buckets, *of_weights, *of_joins]
     if features.timestamp:
         arrays.append(table[features.timestamp].combine_chunks())
         names.append(TIMESTAMP_COLUMN)
@@ -211,9 +212,6 @@ def encode_block(
     if features.group:
         arrays.append(pa.array(group_ids(table[features.group])))
         names.append(GROUP_COLUMN)
-    for name in (*features.stored_once, *features.noted):
-        arrays.append(table[name].combine_chunks())
-        names.append(name)
     if hashes:
         arrays.append(pa.array(hashes.finish()))
         names.append(HASH_COLUMN)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -54,6 +54,22 @@ class _Column(NamedTuple):
     size: int
 
 
+class SideColumns(Protocol):
+    def complete(
+        self,
+        dense: NDArray[np.float32],
+        one_hot: NDArray[np.int64],
+        lists: list[Lists],
+        versions: NDArray[np.int32],
+        present: NDArray[np.bool_],
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64], list[Lists]]:
+        """Return the columns of a batch together with columns of side tables, in the data set's order.
+
+        dense: [rows, columns]; one_hot: [features, present rows]; versions: [side tables, rows]. Rows
+        that are not `present` get zeros and empty lists.
+        """
+
+
 class BatchAssembler:
     """Makes Batches. Each step has `rows_per_stream` rows of each of `num_streams` streams."""
 
@@ -65,22 +81,26 @@ class BatchAssembler:
         rows_per_stream: int,
         targets: TargetColumns,
         with_groups: bool = False,
+        side_columns: SideColumns | None = None,
     ) -> None:
+        """side_columns: joins the columns that the blocks lack."""
         self._targets, self._with_groups = targets, with_groups
         self._labels_shape = label_shape(dataset)
         self.num_streams = num_streams
         self.rows_per_stream = rows_per_stream
         self.batch_size = num_streams * rows_per_stream
-        self.num_dense = len(dataset.dense_features)
+        self._side_columns, own = side_columns, dataset.without_side_columns
+        self._num_dense, self._num_sides = len(own.dense_features), len(dataset.side_tables)
+        self._num_lists = sum(feature.multi_hot for feature in own.sparse_features)
+        self._num_one_hot = len(own.sparse_features) - self._num_lists
         self.keys = dataset.sparse_feature_names
         self._columns: list[_Column] = []
         positions = {True: itertools.count(), False: itertools.count()}
         for feature in dataset.sparse_features:
             position, size = next(positions[feature.multi_hot]), multi_hot.get(feature.name, 1)
             self._columns.append(_Column(feature.name, feature.cardinality, feature.multi_hot, position, size))
-        self._num_lists = sum(column.is_list for column in self._columns)
         self._is_weighted = bool(dataset.weighted_features)
-        self._all_one_hot = not self._num_lists and all(column.size == 1 for column in self._columns)
+        self._all_one_hot = all(column.size == 1 and not column.is_list for column in self._columns)
 
     def assemble(self, pieces: list[Piece], num_steps: int) -> list[Batch]:
         """Return the batches of `num_steps` steps. Pieces are in the order of their offsets.
@@ -93,31 +113,37 @@ class BatchAssembler:
         return [self._batch(chunk, streams.reshape(-1) + step * self.rows_per_stream) for step in range(num_steps)]
 
     def _lay_out(self, pieces: list[Piece], num_rows: int) -> Chunk:
-        dense = np.zeros((num_rows, self.num_dense), np.float32)
+        dense = np.zeros((num_rows, self._num_dense), np.float32)
         labels = np.zeros((num_rows, *self._labels_shape), np.float32)
         present = np.zeros(num_rows, np.bool_)
         id_dtype = pieces[0].block.one_hot.dtype if pieces else np.int32
-        one_hot = np.zeros((len(self._columns) - self._num_lists, num_rows), id_dtype)
+        one_hot = np.zeros((self._num_one_hot, num_rows), id_dtype)
+        versions = np.zeros((self._num_sides, num_rows), np.int32)
         for block, start, stop, offset in pieces:
             end = offset + stop - start
             dense[offset:end] = block.dense[start:stop]
             labels[offset:end] = block.labels[start:stop]
             present[offset:end] = True if block.present is None else block.present[start:stop]
             one_hot[:, offset:end] = block.one_hot[:, start:stop]
+            if block.versions is not None:
+                versions[:, offset:end] = block.versions[:, start:stop]
         lists = [_lay_out_lists(pieces, index, num_rows) for index in range(self._num_lists)]
         groups = _lay_out_groups(pieces, num_rows) if self._with_groups else None
-        return Chunk(Block(dense, one_hot, lists, labels, groups=groups), present)
+        return Chunk(Block(dense, one_hot, lists, labels, groups=groups, versions=versions), present)
 
     def _batch(self, chunk: Chunk, rows: NDArray[np.int64]) -> Batch:
         present = chunk.present[rows]
         filled = rows if present.all() else rows[present]
         ids = np.take(chunk.block.one_hot, filled, axis=1).astype(np.int64)
+        dense, lists = np.take(chunk.block.dense, rows, axis=0), [each.take(rows) for each in chunk.block.lists]
+        if self._side_columns is not None and chunk.block.versions is not None:
+            versions = np.take(chunk.block.versions, rows, axis=1)
+            dense, ids, lists = self._side_columns.complete(dense, ids, lists, versions, present)
         lengths = np.empty((len(self._columns), self.batch_size), np.int32)
         if self._all_one_hot:
             lengths[:] = present
             values, length_per_key, weights = ids.reshape(-1), [len(filled)] * len(self._columns), None
         else:
-            lists = [lists.take(rows) for lists in chunk.block.lists]
             values, length_per_key = self._bags(ids, lists, present, lengths)
             weights = torch.from_numpy(self._weights(lists, length_per_key)) if self._is_weighted else None
         sparse = keyed_jagged_tensor(
@@ -130,7 +156,7 @@ class BatchAssembler:
         )
         targets = self._targets(np.take(chunk.block.labels, rows, axis=0), present)
         return Batch(
-            torch.from_numpy(np.take(chunk.block.dense, rows, axis=0)),
+            torch.from_numpy(dense),
             sparse,
             torch.from_numpy(targets.labels),
             torch.from_numpy(targets.weights),

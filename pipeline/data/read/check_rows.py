@@ -57,12 +57,13 @@ class Columns:
     lists: list[Lists]
     labels: NDArray[np.float32]  # [rows], or [rows, label columns] if there are several
     groups: NDArray[np.int64] | None = None  # [rows], if they were read
+    versions: NDArray[np.int32] | None = None  # [side tables, rows], if there are side tables
 
 
 def num_bytes(columns: Columns) -> int:
     """Return the size in memory."""
     lists = [part for each in columns.lists for part in (each.ids, each.offsets, each.weights)]
-    arrays = [columns.dense, columns.one_hot, columns.labels, columns.groups, *lists]
+    arrays = [columns.dense, columns.one_hot, columns.labels, columns.groups, columns.versions, *lists]
     return sum(array.nbytes for array in arrays if array is not None)
 
 
@@ -110,7 +111,15 @@ def check_columns(table: pa.Table, dataset: Dataset) -> tuple[Columns, dict[int,
     _check_sequences(bags, lists, faults)
     has_groups = GROUP_COLUMN in table.schema.names
     groups = _matrix(table, [GROUP_COLUMN], pa.int64(), faults)[0] if has_groups else None
-    return Columns(dense, one_hot, lists, labels, groups), faults.reasons
+    versions = None
+    if dataset.side_tables:
+        versions = _matrix(table, [side.index for side in dataset.side_tables], pa.int32(), faults)
+        for side, of_rows in zip(dataset.side_tables, versions, strict=True):
+            if (outside := (of_rows < 0) | (of_rows >= side.num_versions)).any():
+                faults.note(
+                    np.flatnonzero(outside), side.index, f"a version of {side.path}, from 0 to {side.num_versions - 1}"
+                )
+    return Columns(dense, one_hot, lists, labels, groups, versions), faults.reasons
 
 
 def label_shape(dataset: Dataset) -> tuple[int, ...]:

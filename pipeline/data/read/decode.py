@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from pipeline.data.dataset import GROUP_COLUMN, Dataset, Split, weights_column
 from pipeline.data.read.check_rows import Columns, Lists, check_columns, label_shape, num_bytes
 from pipeline.data.read.quarantine import Quarantine
-from pipeline.data.read.row_groups import row_group_reader
 from pipeline.data.read.shard_files import HOW_TO_FIX, ShardError, ShardFiles, check_layout
 from pipeline.data.read.streams import Segment, row_permutation, with_groups_together
 from pipeline.runtime.errors import DataError
@@ -49,6 +48,7 @@ class Block:
     labels: NDArray[np.float32]  # [rows], or [rows, label columns] if there are several
     present: NDArray[np.bool_] | None = None  # None: all rows are present
     groups: NDArray[np.int64] | None = None  # [rows], if they were read
+    versions: NDArray[np.int32] | None = None  # [side tables, rows]; of quarantined rows undefined
 
 
 class Checked(NamedTuple):
@@ -78,10 +78,10 @@ class Shards:
         keep_bytes: int = 0,
         groups_together: bool = False,
     ) -> None:
+        # Columns of side tables are joined when batches are assembled.
         self.dataset, self._groups_together, self._looked_at_groups = dataset, groups_together, False
         self._keep_bytes, self._kept = keep_bytes, dict[int, Checked]()  # by row group
         self.row_group_sizes = [rows for shard in split.files for rows in shard.row_groups]
-        self._read_columns = row_group_reader(folder, dataset)
         self.files = ShardFiles(folder, split, must_be_whole=quarantine is None)
         self._quarantine = quarantine
         self._places = [
@@ -91,6 +91,7 @@ class Shards:
         ]
         self._columns = [*dataset.label_columns, *dataset.dense_features, *dataset.sparse_feature_names]
         self._columns += map(weights_column, dataset.weighted_features)
+        self._columns += [side.index for side in dataset.side_tables]
         if with_groups:
             self._columns.append(GROUP_COLUMN)
         self._idle: OrderedDict[int, list[pq.ParquetFile]] = OrderedDict()
@@ -183,12 +184,13 @@ class Shards:
             no_lists,
             np.zeros((num_rows, *label_shape(self.dataset)), np.float32),
             np.zeros(num_rows, np.bool_),
+            versions=np.zeros((len(self.dataset.side_tables), num_rows), np.int32),
         )
 
     def _read(self, index: int, row_group: int) -> pa.Table:
         with self._borrow(index) as file:
             try:
-                return self._read_columns(file, row_group, self._columns, use_threads=False)
+                return file.read_row_group(row_group, columns=self._columns, use_threads=False)
             except (OSError, pa.ArrowException) as error:
                 # an error of the disk: the bytes may be intact
                 if getattr(error, "errno", None) is not None:
@@ -249,4 +251,5 @@ def take_rows(columns: Columns, rows: NDArray[np.int64], present: NDArray[np.boo
         dense[~present] = 0.0
         labels[~present] = 0.0
     groups = None if columns.groups is None else columns.groups[rows]
-    return Block(dense, np.take(columns.one_hot, rows, axis=1), lists, labels, present, groups)
+    versions = None if columns.versions is None else columns.versions[:, rows]
+    return Block(dense, np.take(columns.one_hot, rows, axis=1), lists, labels, present, groups, versions)

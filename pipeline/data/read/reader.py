@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.config.data import ReaderConfig, check_batch_geometry
+from pipeline.config.registry import from_extra
 from pipeline.data.dataset import Dataset, check_multi_hot, check_split
 from pipeline.data.read.assemble import BatchAssembler, Piece
 from pipeline.data.read.batch import Batch, ExtraRows
@@ -106,13 +107,15 @@ class ShardReader:
         together = config.shuffle == "groups" and drop_last
         self.has_groups = (with_groups or together) and dataset.group_column is not None
         keep_bytes = config.keep_mib << 20
-        self._shards = Shards(folder, dataset, dataset.splits[split], quarantine, self.has_groups, keep_bytes, together)
+        own = dataset.without_side_columns
+        self._shards = Shards(folder, own, dataset.splits[split], quarantine, self.has_groups, keep_bytes, together)
         if config.verify == "checksum":
             self._shards.files.verify_checksums(range(rank, len(dataset.splits[split].files), world_size))
         columns = TargetColumns(dataset, targets, split=split, for_training=drop_last, aside=aside)
         self._assembler = BatchAssembler(
-            dataset, multi_hot or {}, streams, global_batch_size // config.num_streams, columns, self.has_groups
-        )
+            dataset, multi_hot or {}, streams, global_batch_size // config.num_streams, columns, self.has_groups,
+            from_extra("side_columns", f"the data set in {folder}")(folder, dataset) if dataset.side_tables else None,
+        )  # fmt: skip
 
     @property
     def order_fingerprint(self) -> str:

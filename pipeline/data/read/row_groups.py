@@ -16,7 +16,7 @@ class ReadRowGroup(Protocol):
     def __call__(
         self, file: pq.ParquetFile, number: int, columns: Sequence[str] | None = None, **options: Any
     ) -> pa.Table:
-        """Return the columns of a row group (None: all). `options` are those of ParquetFile.read_row_group."""
+        """Return the columns of a row group (None: all). `options`: see ParquetFile.read_row_group."""
 
 
 def row_group_reader(folder: str, dataset: Dataset) -> ReadRowGroup:

@@ -7,5 +7,6 @@ FUNCTIONS = {
     "join_tables": "pipeline.extras.joins.rows:JoinedTables",
     "read_joined": "pipeline.extras.joins.read:JoinedRowGroups",
     "record_joined": "pipeline.extras.joins.store:Recorder",
+    "side_columns": "pipeline.extras.joins.read:JoinedColumns",
     "write_side_tables": "pipeline.extras.joins.store:write_side_tables",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -39,8 +39,19 @@ class JoinConfig:
 
 
 def joins_of(config: DataConfig) -> list[JoinConfig]:
+    for number, values in enumerate(config.joins):
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"{KEY}[{number}]={values!r} is not a mapping: write {{table: ..., on: ..., columns: [...]}}"
+            )
     return [
-        read_settings(JoinConfig, values, f"{KEY}[{number}]", KEY + " entries")
+        # YAML reads the key `on` without quotes as true.
+        read_settings(
+            JoinConfig,
+            {"on" if name is True else name: value for name, value in values.items()},
+            f"{KEY}[{number}]",
+            f"an entry of {KEY}",
+        )
         for number, values in enumerate(config.joins)
     ]
 
@@ -101,14 +112,14 @@ def _check(key: str, join: JoinConfig) -> None:
 
 
 def columns_among(columns: ColumnsConfig, names: Iterable[str]) -> ColumnsConfig:
-    """Return how the columns called `names` are read. Raises ConfigError if a sequence describes one
-    of another table."""
+    """Return how the columns called `names` are read. Raises ConfigError if a sequence describes a
+    sequence of another table."""
     kept = set(names)
     sequence = {name: replace(each, shares=None) for name, each in columns.sequence.items() if name in kept}
     for name, each in sequence.items():
         if each.beside is not None and each.beside not in kept:
             raise ConfigError(
-                f"data.columns.sequence.{name} is beside {each.beside!r}, which is not in the same table: take both "
+                f"data.columns.sequence.{name} describes {each.beside!r}, which is not in the same table: take both "
                 f"from one table ({KEY})"
             )
     return replace(

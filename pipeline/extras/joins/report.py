@@ -2,10 +2,10 @@
 
 For each joined column: the share of training rows whose value differs from the newest value of
 their key, and the AUC of the label by this column alone, with the value as of the row's time and
-with the newest value. The score of a value is its label rate (with PRIOR_ROWS rows at the mean rate) in the
-training rows of half of the keys, and the AUC is that of the other keys, so that a value which only
-names its key scores nothing. A number with many values is put into quantiles, and a list counts by
-its last element.
+with the newest value. The score of a value is its label rate (with PRIOR_ROWS rows at the mean
+rate) in the training rows of half of the keys. The AUC is measured on the other keys, so a value
+that only names its key scores nothing. A number with many values is put into quantiles, and a list
+counts by its last element.
 """
 
 from __future__ import annotations

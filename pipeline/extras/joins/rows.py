@@ -109,7 +109,7 @@ class JoinedTables:
             if has_zone is not None and kind in (TIMES, ZONED) and has_zone != (kind == ZONED):
                 lacks, other = (path, join.table) if has_zone else (join.table, path)
                 raise DataError(
-                    f"the times of {lacks} have no zone and those of {other} have one: a row could see values hours too early. "
+                    f"the times of {lacks} have no zone, but the times of {other} have one: a row could see values hours too early. "
                     f"Write the times of {lacks} in UTC with their zone"
                 )
 
@@ -143,7 +143,7 @@ def describe_files(files: Sequence[Source]) -> list[dict[str, Any]]:
 
 
 def changed_joins(config: DataConfig, dataset: Dataset) -> list[str]:
-    """Return the tables whose files are not those that the data set was made from."""
+    """Return the tables whose files differ from the files that the data set was made from."""
     sides = {each.index: each for each in dataset.side_tables}
     return [
         f"data.joins: {join.table} has changed"

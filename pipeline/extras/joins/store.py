@@ -78,7 +78,7 @@ def write_side_tables(recipe: Recipe, shards: Sequence[WrittenShard]) -> list[Si
     with scratch_folder(recipe) as scratch:
         for number, (index, names) in enumerate(recipe.features.stored_once.items()):
             found = pa.concat_tables(_read(shard.joined[number]["rows"] for shard in shards))
-            _, first = np.unique(found[VERSION].to_numpy(), return_index=True)
+            versions, first = np.unique(found[VERSION].to_numpy(), return_index=True)
             path = f"joins/{number}.parquet"
             local = os.path.join(scratch, path)
             os.makedirs(os.path.dirname(local), exist_ok=True)
@@ -95,7 +95,7 @@ def write_side_tables(recipe: Recipe, shards: Sequence[WrittenShard]) -> list[Si
                 "files": describe_files(recipe.joins.files[number]),
                 **measure(counts, recipe.joins.versions[number], recipe.features, recipe.joins.columns[number]),
             }
-            tables.append(SideTable(index, names, path, len(first), size, digest, about))
+            tables.append(SideTable(index, names, path, len(first), int(versions.max()) + 1, size, digest, about))
     return tables
 
 

@@ -15,6 +15,7 @@ import torch
 
 from pipeline.checkpoint.vocabularies import read_values
 from pipeline.cli.api.dataset import Dataset as Opened
+from pipeline.cli.command_line import load_config
 from pipeline.config.columns import ColumnsConfig, SequenceConfig
 from pipeline.config.data import BaseVocabularyConfig, BucketsConfig, DataConfig, IdsConfig, ReaderConfig, SplitConfig
 from pipeline.config.jobs.prepare import PrepareJob
@@ -281,3 +282,13 @@ def test_text_rows_and_a_text_table_are_joined_as_parquet_is(tables: Path) -> No
         job = job_of(tables, suffix, f"rows.{suffix}", (join,), columns=columns, transforms={}, format=suffix)
         found.append(Opened(prepare(job).path).to_arrow("train"))
     assert found[0].equals(found[1]) and len(found[0]) > 1000
+
+
+def test_a_config_file_may_write_on_without_quotes(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "shop.yaml").write_text(
+        "name: shop\nformat: parquet\ncolumns: {label: y, sparse: [item, genre], timestamp: ts}\n"
+        "joins:\n  - {table: items.parquet, on: item, columns: [genre], written_at: at}\n"
+    )
+    job = load_config(PrepareJob, [f"--config-dir={tmp_path}", "data=shop", "source=rows.parquet"])
+    assert [join["on"] for join in job.data.joins] == ["item"]
