@@ -3,7 +3,7 @@
     python -m benchmarks.joins [--rows 200000] [--rounds 5] [--output docs/measurements/joins.json]
 
 Three data sets of the same rows: `rows alone` lacks the joined columns, `joined at read` stores them once (data.joins),
-`joined beforehand` has them in each row, by an as-of join of DuckDB. Batches of the last two are compared first: all bits are equal.
+`joined beforehand` repeats them in each row, by an as-of join of DuckDB. Batches of the last two are compared first: all bits are equal.
 `items`: 8 categories and 4 numbers of 5,000 items, with 8 versions each. `histories`: the newest 50 items of each of 500 users, their categories and shops, written
 20 times each, so that 20 rows of 200,000 see one version. Each data set is read by one thread without a cache of row groups, and the data sets take turns.
 """
