@@ -102,6 +102,11 @@ class StepTensors:
             raise CheckpointError(f"{self.path}: {key} cannot be read: {error}") from None
         return result
 
+    def place_of(self, chunk: StoredChunk) -> tuple[str, int]:
+        """Return the file of a chunk in the step's folder, and the offset of its values in the uncompressed file."""
+        with self._open(chunk) as (_, begin):
+            return str(self._storage[chunk.index].relative_path), begin
+
     def first_weights(self, key: str) -> FirstWeights | None:
         """Return the initial weights, starting at the tensor's row 0 and column 0. None if the step
         stores all rows.

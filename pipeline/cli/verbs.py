@@ -29,6 +29,7 @@ VERBS_OF_EXTRAS = {
     "completion": "completion",
     "diagnose": "diagnose",
     "doctor": "doctor",
+    "erase": "erase",
     "init": "project",
     "precompile": "precompile",
     "publish": "publish",

@@ -31,6 +31,7 @@ VERBS = {
     "checkpoints",
     "completion",
     "doctor",
+    "erase",
     "evaluate",
     "export",
     "generate",

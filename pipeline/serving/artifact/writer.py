@@ -43,6 +43,22 @@ def write_bytes(path: str, content: bytes | memoryview) -> FileEntry:
     return write_blocks(path, [content])
 
 
+def write_arrow(path: str, table: pa.Table) -> FileEntry:
+    """Write a new Arrow file, compressed unless it would unpack to more than readers accept. Return its checksums."""
+    for compression in ("lz4", None):
+        if os.path.exists(path):
+            os.remove(path)
+        with ChecksummedWriter(path) as writer:
+            options = pa.ipc.IpcWriteOptions(compression=compression)
+            with pa.ipc.new_file(pa.PythonFile(writer, mode="w"), table.schema, options=options) as file:
+                file.write_table(table)
+            writer.close()
+            entry = writer.entry()
+        if table.nbytes <= storage.most_unpacked_bytes(entry["size_bytes"]):
+            break
+    return entry
+
+
 class ArtifactWriter:
     """Writes one artifact into `path`, and moves it to `output`. `scratch` holds files that are not part of it."""
 
@@ -126,15 +142,7 @@ class ArtifactWriter:
             self._files[name] = write_blocks(self._at(name), iter(lambda: file.read(1 << 24), b""))
 
     def add_arrow(self, name: str, table: pa.Table) -> None:
-        for compression in ("lz4", None):
-            with ChecksummedWriter(self._at(name)) as writer:
-                options = pa.ipc.IpcWriteOptions(compression=compression)
-                with pa.ipc.new_file(pa.PythonFile(writer, mode="w"), table.schema, options=options) as file:
-                    file.write_table(table)
-                writer.close()
-                entry = self._files[name] = writer.entry()
-            if table.nbytes <= storage.most_unpacked_bytes(entry["size_bytes"]):
-                return
+        self._files[name] = write_arrow(self._at(name), table)
 
     def manifest(self, plan: ExportPlan) -> Manifest:
         """Describe the files that have been written so far."""
