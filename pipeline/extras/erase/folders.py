@@ -24,7 +24,7 @@ from pipeline.runtime.storage.manifest import MANIFEST
 
 STAGED, OLD = ".erase-", ".erased-"
 VERSION = re.compile(r"v\d{6,15}")
-LEFTOVERS = (atomic.ATTEMPT, atomic.PURGED, atomic.DAMAGED, ".export-")
+LEFTOVERS = (atomic.ATTEMPT, atomic.PURGED, atomic.DAMAGED)
 
 
 class EraseError(UserError):
@@ -33,32 +33,40 @@ class EraseError(UserError):
 
 @dataclass
 class Places:
-    """What was found below the given folders. `checkpoints` are folders of steps; `files` are all other files."""
+    """What was found below the given folders. `checkpoints` are folders of steps, `leftovers` are folders of killed or
+    damaged saves, `files` are all other files."""
 
     datasets: list[str] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
     checkpoints: list[str] = field(default_factory=list)
     artifacts: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
-    removed: list[str] = field(default_factory=list)
+    leftovers: list[str] = field(default_factory=list)
 
 
 def recover(root: str) -> None:
-    """Finish or undo replacements that a killed process has left below `root`."""
-    for folder, names, _ in os.walk(os.path.dirname(os.path.abspath(root)) if os.path.isfile(root) else root):
-        for old in [name for name in names if name.startswith(OLD)]:
-            path = os.path.join(folder, old.removeprefix(OLD))
-            staged = os.path.join(folder, STAGED + old.removeprefix(OLD))
-            if not os.path.exists(path):
-                os.rename(staged if os.path.exists(staged) else os.path.join(folder, old), path)
-            shutil.rmtree(os.path.join(folder, old), ignore_errors=True)
-        for staged in [name for name in names if name.startswith(STAGED)]:
-            shutil.rmtree(os.path.join(folder, staged), ignore_errors=True)
+    """Finish or undo replacements of `root`, and of folders below it, that a killed process has left."""
+    parent, own = os.path.split(os.path.abspath(root))
+    beside = os.listdir(parent) if os.path.isdir(parent) else []
+    _recover_in(parent, [name for name in beside if name in (STAGED + own, OLD + own)])
+    for folder, names, _ in os.walk(root):
+        _recover_in(folder, names)
         names[:] = [name for name in sorted(os.listdir(folder)) if os.path.isdir(os.path.join(folder, name))]
 
 
+def _recover_in(folder: str, names: list[str]) -> None:
+    for old in [name for name in names if name.startswith(OLD)]:
+        path = os.path.join(folder, old.removeprefix(OLD))
+        staged = os.path.join(folder, STAGED + old.removeprefix(OLD))
+        if not os.path.exists(path):
+            os.rename(staged if os.path.exists(staged) else os.path.join(folder, old), path)
+        shutil.rmtree(os.path.join(folder, old), ignore_errors=True)
+    for staged in [name for name in names if name.startswith(STAGED)]:
+        shutil.rmtree(os.path.join(folder, staged), ignore_errors=True)
+
+
 def find_places(roots: Iterable[str]) -> Places:
-    """Find what the folders hold. Leftovers of killed or damaged writers are removed, because they hold old rows."""
+    """Find what the folders hold."""
     found = Places()
     for root in roots:
         if not os.path.lexists(root):
@@ -68,8 +76,7 @@ def find_places(roots: Iterable[str]) -> Places:
             continue
         for folder, names, files in os.walk(root):
             for name in [name for name in names if name.startswith(LEFTOVERS)]:
-                shutil.rmtree(os.path.join(folder, name))
-                found.removed.append(os.path.join(folder, name))
+                found.leftovers.append(os.path.join(folder, name))
                 names.remove(name)
             kind = _kind(folder, names, files)
             if kind is None:

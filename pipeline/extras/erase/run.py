@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,15 +59,17 @@ class Erasure:
 def erase(job: EraseJob) -> Erasure:
     """Erase the value. Raises EraseError, before anything changes, if its row is shared or unknown."""
     with signing(job.sign_key), requiring(job.require_signature), ExitStack() as stack:
+        _take_leases(job, find_places(filter(os.path.lexists, job.places)), stack)
         for root in job.places:
             recover(root)
         places = find_places(job.places)
-        _take_leases(job, places, stack)
-        target, result = Target(job.feature, job.value), Erasure(removed=places.removed)
+        target, result = Target(job.feature, job.value), Erasure(removed=places.leftovers)
         for folder in _staged(target, places, result, stack):
             if folder.commit():
                 result.rewritten.append(folder.path)
                 logger.info("rewritten  %s", folder.path)
+        for path in places.leftovers:
+            shutil.rmtree(path)
         for path in places.files:
             if not _is_of_registry(job, path) and erase_from_file(target, path):
                 result.rewritten.append(path)

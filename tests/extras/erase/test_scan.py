@@ -103,7 +103,7 @@ def test_replaced_folder_is_the_old_or_the_new_one_after_a_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rename = os.rename
-    for renames in range(3):
+    for turn, renames in enumerate((0, 1, 1, 2)):
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         (tmp_path / "run/below").mkdir(parents=True)
         (tmp_path / "run/below/a").write_text("old")
@@ -121,7 +121,7 @@ def test_replaced_folder_is_the_old_or_the_new_one_after_a_crash(
         with suppress(KeyboardInterrupt):
             folder.commit()
         monkeypatch.undo()
-        recover(str(tmp_path))
+        recover(str(tmp_path / "run" if turn % 2 else tmp_path))
         assert (tmp_path / "run/below/a").read_text() == ("old" if renames == 0 else "new")
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
