@@ -105,6 +105,21 @@ PAGES = {
         "twentieth of the random ratings, which gives naive Bayes the share of each rating. Settings were chosen on validation rows "
         "alone. The ranges of weights are of the last seed. Lower `logloss`, `mse` and `mae` are better, and `calibration` is best at 1.",
     ),
+    "off_policy": (
+        "Intervals of off-policy estimates on generated logs",
+        "30 contexts, 20 actions, clicks by a known probability, so the value of each policy is known. The log avoids what users click, "
+        "by different degrees, so some weights are heavy. Each draw is a new log. The coverage is the share of draws whose 95 % interval "
+        "has the known value. The reward model of the doubly robust and the switch estimate is wrong on purpose. In the last log the "
+        "weight that matters is in rows that most draws do not have; `evaluate` then says that the intervals are not reliable.",
+    ),
+    "open_bandit": (
+        "Off-policy estimates on the Open Bandit logs",
+        "Six logs of 10,000 rows of one site: a random policy (`random`) and Thompson sampling (`bts`), in three campaigns at the same "
+        "time (obp 0.4.1, arXiv 2008.07146). Each line estimates the click rate in percent of one policy from the log of the other. "
+        "`own click rate` is the mean of the policy's own log, also with a 95 % interval: with 38 to 69 clicks in a log it is uncertain "
+        "too. The files have the propensities. The random policy is known; Thompson sampling is valued by the share of each item at each "
+        "position of its log, because the files do not have its probabilities of other items.",
+    ),
     "diagnoses": (
         "Diagnoses of planted faults",
         "Each line is a training run. A planted fault is correct if the first finding of `python -m pipeline diagnose` is the planted one, "

@@ -223,6 +223,10 @@ class ColumnsConfig:
     learns and the gate compares; by default it is the first binary label. `weight` is a column of
     numbers >= 0 that multiply a row's losses and metrics. `vectors` are columns with lists of so many
     numbers, each of which becomes a dense feature; a further feature is 1 if the vector is missing.
+
+    `propensity` is the probability with which the logging policy showed the row's action in its
+    context, 0 for a candidate that was not shown. `position` is the place of the row. Both become
+    labels of kind regression that no model learns.
     """
 
     label: str = "label"
@@ -230,6 +234,8 @@ class ColumnsConfig:
     label_values: dict[str, int] = field(default_factory=dict)
     label_threshold: float | None = None
     weight: str | None = None
+    propensity: str | None = None
+    position: str | None = None
     dense: list[str] = field(default_factory=list)
     sparse: list[str] = field(default_factory=list)
     multi_hot: list[str] = field(default_factory=list)
@@ -248,6 +254,7 @@ class ColumnsConfig:
         for name, width in self.vectors.items():
             check_within(f"data.columns.vectors.{name}", width, 1, MAX_VECTOR)
         resolve_sequences(self.sequence, self.sparse)  # checks them
+        self._add_logged()
         if not self.labels:
             LabelConfig(values=self.label_values, threshold=self.label_threshold)  # checks them
             return
@@ -267,6 +274,23 @@ class ColumnsConfig:
                 f"name one of {', '.join(self.labels)}"
             )
 
+    def _add_logged(self) -> None:
+        """Declare the propensity and the position as labels, so that `prepare` stores them."""
+        if not self.label or not self.logged:  # rows to be scored have neither
+            return
+        if self.label in self.logged:
+            raise ConfigError(
+                f"data.columns.label={self.label!r} is also data.columns.propensity or data.columns.position: "
+                "name the column that the model learns"
+            )
+        if not self.labels:
+            self.labels = {self.label: LabelConfig(values=self.label_values, threshold=self.label_threshold)}
+            self.label_values, self.label_threshold = {}, None
+        self.labels = {
+            **self.labels,
+            **{name: LabelConfig("regression") for name in self.logged if name not in self.labels},
+        }
+
     def _check_weighted(self) -> None:
         self.weighted = expand_ranges(self.weighted)
         if other := [name for name in self.weighted if name not in self.multi_hot]:
@@ -279,6 +303,16 @@ class ColumnsConfig:
                 "data.columns.list_separator=':' separates an id from its weight in the columns of data.columns.weighted: "
                 "join the elements of lists by another character"
             )
+
+    @property
+    def logged(self) -> list[str]:
+        """Return the columns that say how a row was logged: labels that no model learns."""
+        return [name for name in (self.propensity, self.position) if name is not None]
+
+    @property
+    def learnable(self) -> dict[str, LabelConfig]:
+        """Return the labels that a model may learn."""
+        return {name: label for name, label in self.all_labels.items() if name not in self.logged}
 
     @property
     def lists(self) -> list[str]:

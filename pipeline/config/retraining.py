@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from pipeline.config.registry import find
 from pipeline.config.serving import (
@@ -170,6 +171,9 @@ class GateConfig:
     For a model with several labels, `task` is the binary label of these conditions; None is the
     main label. held: label -> how much its NE may rise (relative) at the bootstrap's upper bound;
     for a regression its squared error.
+
+    policy: as in `evaluate`. What serving by the challenger would earn must exceed what serving by
+    the champion would earn by more than policy_gain, at the lower bound of `confidence`.
     """
 
     task: str | None = None
@@ -183,6 +187,8 @@ class GateConfig:
     slice_min_rows: int = 1000
     min_rows: int = 1000
     max_ne: float = 1.0
+    policy: dict[str, Any] = field(default_factory=dict)
+    policy_gain: float = 0.0
     export: ExportGateConfig = field(default_factory=ExportGateConfig)
 
     def __post_init__(self) -> None:

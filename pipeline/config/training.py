@@ -302,7 +302,7 @@ class LossConfig:
     ranking: a loss within groups, which counts ranking_weight, and the loss above 1 - ranking_weight
     (extras/models/tasks/ranking.py).
 
-    position: a label of the data set with the place where a row was shown, from 0 or 1. Training and
+    position: the column with the place where a row was shown (data.columns.position), from 0 or 1. Training and
     evaluation add a learnt number to the logit for each place, 0 for reference_position. Serving
     does not, so it scores rows as if shown there. Later places count as num_positions - 1.
 

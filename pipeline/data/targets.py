@@ -83,7 +83,8 @@ def targets_of(columns: ColumnsConfig, dataset: Dataset, learns_all: bool) -> li
             f"{dataset.weight_column!r}: prepare it again with it, in another data.path"
         )
     main = main_label(columns, dataset)
-    if learns_all and dataset.labels and set(columns.all_labels) != set(held):
+    held = {name: label for name, label in held.items() if name not in columns.logged}
+    if learns_all and dataset.labels and set(columns.learnable) != set(held):
         raise DataError(
             f"the model learns all {len(held)} labels of data set {dataset.name!r}, but data.columns.labels lists "
             f"{', '.join(columns.labels) or 'none'}: list {', '.join(held)}"

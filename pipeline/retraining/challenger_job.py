@@ -67,7 +67,13 @@ def train_challenger(job: TrainJob) -> None:
 
 
 def score_window(
-    config: str, checkpoint: str, data: str, gate: GateConfig, world_size: int, limits: watchdog.Limits
+    config: str,
+    checkpoint: str,
+    data: str,
+    gate: GateConfig,
+    world_size: int,
+    limits: watchdog.Limits,
+    propensity: str | None,
 ) -> Scores:
     """Collective: score.
 
@@ -75,4 +81,4 @@ def score_window(
     """
     from pipeline.retraining.scoring import score
 
-    return score(config, checkpoint, data, gate, world_size, limits)
+    return score(config, checkpoint, data, gate, world_size, limits, propensity)

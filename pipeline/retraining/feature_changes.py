@@ -105,7 +105,7 @@ def features_read(data: DataConfig) -> dict[str, str]:
 def learnt_labels(job: TrainJob) -> list[str]:
     """Return the labels that the model learns, the main label first."""
     columns = columns_of(job.data)
-    others = [name for name in columns.all_labels if name != columns.label]
+    others = [name for name in columns.learnable if name != columns.label]
     return [columns.label, *(others if job.model.learns_all else [])]
 
 
@@ -123,7 +123,10 @@ def comparable_gate(gate: GateConfig, champion: TrainJob, job: TrainJob) -> Gate
     held = {name: limit for name, limit in gate.held.items() if name in learnt}
     dropped = features_read(job.data).keys() - known.keys()
     slices = {name: limit for name, limit in gate.slices.items() if name not in dropped}
-    return replace(gate, task=task, held=held, slices=slices)
+    policy, added = dict(gate.policy), features_read(job.data).keys() - known.keys()
+    if policy.get("action"):
+        policy["action"] = [name for name in policy["action"] if name not in added]
+    return replace(gate, task=task, held=held, slices=slices, policy=policy)
 
 
 def view(reader: DataConfig, other: DataConfig, today: DataConfig) -> tuple[DataConfig, dict[str, str | None]]:

@@ -10,10 +10,12 @@ bootstrap gives its upper bound.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.config.registry import from_extra
 from pipeline.config.retraining import GateConfig
 from pipeline.data.quality import log_losses, normalized_entropy, probabilities
 
@@ -28,7 +30,8 @@ class Scores:
     """One model's scores of a window, in reading order: logits and labels [rows], slices: feature
     -> ids [rows].
 
-    weights: of the rows; None: all 1. held: the scores of other labels, each with its rows.
+    weights: of the rows; None: all 1. held: the scores of other labels, each with its rows. policy:
+    what gate.policy compares (extras/off_policy).
     """
 
     logits: NDArray[np.float32]
@@ -36,6 +39,7 @@ class Scores:
     slices: dict[str, NDArray[np.integer]] = field(default_factory=dict)
     weights: NDArray[np.float32] | None = None
     held: dict[str, HeldScores] = field(default_factory=dict)
+    policy: Any = None
 
     @property
     def losses(self) -> NDArray[np.float64]:
@@ -117,6 +121,10 @@ def judge(challenger: Scores, champion: Scores | None, config: GateConfig, seed:
     findings.append(_ne(metrics, config))
     findings += _slices(challenger, champion, config)
     findings += _held(challenger, champion, config, seed)
+    if config.policy:
+        judge_policy = from_extra("judge_policy", "gate.policy")
+        finding, of_policy = judge_policy(challenger.policy, champion.policy, config, seed)
+        findings, metrics = [*findings, finding], metrics | of_policy
     return Verdict(findings, metrics)
 
 

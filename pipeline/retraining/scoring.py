@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pipeline.checkpoint.checkpointer import Checkpointer
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.planner import PlannerConfig
+from pipeline.config.registry import from_extra
 from pipeline.config.retraining import GateConfig
 from pipeline.config.saved_jobs import load_saved_job
 from pipeline.data.dataset import load_dataset
@@ -31,19 +32,27 @@ from pipeline.retraining.gate import HeldScores, Scores
 from pipeline.runtime.errors import RetrainingError
 from pipeline.runtime.process import preemption, watchdog
 from pipeline.runtime.process.distributed import DistributedContext
+from pipeline.training.evaluation import Collector, clicks_of
 from pipeline.training.readers import open_reader
 from pipeline.training.sharded_model import build_sharded_model, resolve
 
 
 def score(
-    config: str, checkpoint: str, data_path: str, gate: GateConfig, world_size: int, limits: watchdog.Limits
+    config: str,
+    checkpoint: str,
+    data_path: str,
+    gate: GateConfig,
+    world_size: int,
+    limits: watchdog.Limits,
+    propensity: str | None = None,
 ) -> Scores:
     """Collective: score each row of the training split of `data_path` once.
 
     Rank 0 gets the scores, other ranks empty ones.
 
     Also returns the labels and slices that `gate` names. `config` is a saved job, `checkpoint` the
-    folder of a step. `data_path` was prepared with the model's vocabularies.
+    folder of a step. `data_path` was prepared with the model's vocabularies. propensity: its column
+    for gate.policy.
 
     Raises:
         RetrainingError: the checkpoint is damaged or does not fit the data.
@@ -53,6 +62,8 @@ def score(
     columns = saved.data.columns
     if columns.weight != dataset.weight_column:  # both models are compared with the weights of today's job
         columns = replace(columns, weight=dataset.weight_column)
+    if gate.policy:
+        columns = replace(columns, propensity=propensity)
     job = replace(
         saved,
         world_size=world_size,
@@ -68,11 +79,23 @@ def score(
     folder, _, step = checkpoint.rstrip("/").rpartition("/")
     Checkpointer(folder, assembly.model, None, context).restore(int(step.removeprefix("step_")))
     batch_size = job.trainer.evaluate_batch_size or job.trainer.global_batch_size
-    reader = open_reader(resolved, "train", context, batch_size, every_row=True)
-    return _score(assembly.model, reader, context, gate)
+    aside = columns.logged if gate.policy else []
+    reader = open_reader(resolved, "train", context, batch_size, every_row=True, aside=aside)
+    if not gate.policy:
+        return _score(assembly.model, reader, context, gate)
+    rows = from_extra("policy_rows", "gate.policy")(
+        gate.policy, resolved, assembly.model, reader, context, "gate.policy"
+    )
+    return replace(_score(assembly.model, reader, context, gate, rows), policy=rows.gather())
 
 
-def _score(model: torch.nn.Module, reader: ShardReader, context: DistributedContext, gate: GateConfig) -> Scores:
+def _score(
+    model: torch.nn.Module,
+    reader: ShardReader,
+    context: DistributedContext,
+    gate: GateConfig,
+    collector: Collector | None = None,
+) -> Scores:
     task, slices = task_in(model), sorted(gate.slices)
     parts: dict[str, list[NDArray]] = {name: [] for name in ("logits", "labels", "weights", *slices)}
     parts |= {f"{kind} of {name}": [] for name in gate.held for kind in ("losses", "labels")}
@@ -83,6 +106,8 @@ def _score(model: torch.nn.Module, reader: ShardReader, context: DistributedCont
             for batch in islice(batches, reader.steps_per_epoch):
                 watchdog.beat()
                 _, prediction = model(batch.to(context.device, non_blocking=True))
+                if collector is not None:
+                    collector.update(clicks_of(task, prediction), batch, prediction)
                 if isinstance(task, LabelsTask):
                     _add_held(parts, task, prediction, list(gate.held))
                     prediction = task.of_target(prediction, task.number_of(gate.task)).as_click()

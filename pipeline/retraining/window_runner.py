@@ -221,7 +221,8 @@ class WindowRunner:
 
     def _score(self, config: str, checkpoint: str, data: str, gate: GateConfig) -> Scores:
         limits = self.job.trainer.limits()
-        return self._group.run(score_window, config, checkpoint, data, gate, self.job.world_size, limits)
+        propensity = self.job.data.columns.propensity
+        return self._group.run(score_window, config, checkpoint, data, gate, self.job.world_size, limits, propensity)
 
     def export(self, run: FinishedRun, window: str) -> ExportSummary:
         """Export the challenger, which was trained on `window`, and compare the artifact with it.

@@ -57,10 +57,14 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
     fingerprint = dataset.fingerprint()
     if job.other_data:
         dataset = dataset.with_features(*feature_names(trained.data))
+    columns = trained.data.columns
+    if job.policy:
+        from_extra("check_policy", "policy")(job.policy, "policy", columns.propensity, dataset.group_column)
     resolved = resolve(trained, dataset, context)
     check_metric_features(trained, resolved.dataset)
+    aside = columns.logged if job.policy else []
     reader = on_all_ranks(
-        lambda: open_reader(resolved, job.split, context, job.global_batch_size, every_row=True), context
+        lambda: open_reader(resolved, job.split, context, job.global_batch_size, every_row=True, aside=aside), context
     )
     sharded = build_sharded_model(resolved, context, initialize=False)
     restored, is_best = _restore(job, trained, sharded, context)
@@ -81,7 +85,7 @@ def evaluate(job: EvaluateJob) -> EvaluateSummary:
         step,
         step_path(checkpoint_folder(job.run, trained.checkpoint), step),
         metrics,
-        resolved.dataset.best_auc(job.split, main_label(trained.data.columns, resolved.dataset)),
+        resolved.dataset.best_auc(job.split, main_label(columns, resolved.dataset)),
         path=storage.join(job.run, name),
         throughput=_throughput(job.run),
         tables=tables,
@@ -135,6 +139,9 @@ def _collectors(
     if job.slices:
         slice_rows: Callable[..., Collector] = from_extra("slice_rows", "slices")
         found.append(slice_rows(job.slices, resolved.job, dataset, reader, context))
+    if job.policy:
+        policy_rows: Callable[..., Collector] = from_extra("policy_rows", "policy")
+        found.append(policy_rows(job.policy, resolved, model, reader, context))
     if job.predictions is None:
         yield found
         return

@@ -5,7 +5,7 @@ A rank whose reader fails continues with empty batches. The next step's all-redu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import islice
 from typing import TypeVar, cast
 
@@ -37,12 +37,14 @@ def open_reader(
     context: DistributedContext,
     global_batch_size: int | None = None,
     every_row: bool = False,
+    aside: Sequence[str] = (),
 ) -> ShardReader:
     """Open the reader of a split. The training split is read in full micro-batches, shuffled by
     trainer.seed.
 
     Other splits, and the training split with `every_row`, are read in evaluation batches: each row
-    once, in an order that is the same for all runs. The last batch may be smaller.
+    once, in an order that is the same for all runs. The last batch may be smaller. aside: label
+    columns in Batch.aside, after the columns that the loss reads.
     """
     job, trainer, training = resolved.job, resolved.job.trainer, split == "train"
     check_group(resolved.dataset, job.data.group_column)
@@ -63,7 +65,7 @@ def open_reader(
         split_ids=IdSplitter(resolved.all_tables, skip_empty_bags=context.world_size > 1),
         extra_rows=extra_rows_of(resolved, context.rank) if training and not every_row else None,
         targets=resolved.targets,
-        aside=trainer.loss.columns,
+        aside=[*trainer.loss.columns, *aside],
         quarantine_path=f"{job.run_dir}/quarantine/{split}.rank{context.rank}.jsonl",
     )
 

@@ -66,6 +66,8 @@ class EvaluateJob(Job):
     predictions: str | None = None  # a .parquet file that gets a row for each row that is measured
     # features, or crosses of features (a*b), by whose values the metrics are also measured
     slices: list[str] = field(default_factory=list)
+    # {kind: greedy, action: [item]}: estimate the value of serving by the model (extras/off_policy)
+    policy: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.predictions is not None and not self.predictions.endswith(".parquet"):

@@ -8,6 +8,7 @@ from typing import Any
 from pipeline.config.columns import learnt_labels
 from pipeline.config.jobs.job import Job, job_of
 from pipeline.config.jobs.train import TrainJob
+from pipeline.config.registry import from_extra
 from pipeline.config.retraining import (
     REGISTRY_COMMANDS,
     DataChecksConfig,
@@ -68,6 +69,9 @@ class RetrainJob(TrainJob):
         check_at_least("memory_limit_gb", self.memory_limit_gb, 0.5)
         check_at_least("threads", self.threads, 1, allow_none=True)
         self._check_gate_tasks()
+        if self.gate.policy:
+            columns, group = self.data.columns, self.data.group_column
+            from_extra("check_policy", "gate.policy")(self.gate.policy, "gate.policy", columns.propensity, group)
         if self.follow:
             self._check_follow()
         elif self.publishing.when is not None:
@@ -105,7 +109,7 @@ class RetrainJob(TrainJob):
                 f"retrain's gate compares NE, but model={self.model.kind} is measured by {', '.join(self.model.metrics)}: train, export "
                 "and switch the artifact without retrain, or choose a model of clicks"
             )
-        main, labels = self.data.columns.label, self.data.columns.all_labels
+        main, labels = self.data.columns.label, self.data.columns.learnable
         learnt = labels if self.model.learns_all else {name: label for name, label in labels.items() if name == main}
         learnt = learnt_labels(learnt)
         if learnt and (self.gate.task or main) not in learnt:

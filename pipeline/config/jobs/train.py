@@ -210,7 +210,7 @@ class TrainJob(Job):
     def metrics(self) -> tuple[str, ...]:
         """Return the metrics that early stopping and checkpoints can use, the main label's first.
         If there are several labels, names are <label>/<metric>."""
-        main, labels = self.data.columns.label, self.data.columns.all_labels
+        main, labels = self.data.columns.label, self.data.columns.learnable
         learnt = [main, *(name for name in labels if name != main)] if self.model.learns_all else [main]
         labels = learnt_labels({name: labels[name] for name in learnt if name in labels})
         learnt = list(labels) or learnt

@@ -169,6 +169,7 @@ def recipe_of(config: DataConfig, base: BaseVocabulary | None = None) -> dict[st
     else:
         del columns["labels"]
     del columns["label_values"], columns["label_threshold"]
+    del columns["propensity"], columns["position"]  # they are labels
     if not config.columns.labels:
         for label in config.columns.all_labels.values():
             columns |= {f"label_{key}": value for key, value in _cells_of(label).items()}

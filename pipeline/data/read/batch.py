@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -112,6 +112,20 @@ def keyed_jagged_tensor(
         stride=batch_size,
         length_per_key=length_per_key,
         offset_per_key=[0, *accumulate(length_per_key)],
+    )
+
+
+def with_features(features: KeyedJaggedTensor, replaced: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
+    """Return the ids in which the features of `replaced` are replaced."""
+    parts = [replaced.get(name, feature) for name, feature in features.to_dict().items()]
+    weights = [own for part in parts if (own := part.weights_or_none()) is not None]
+    return keyed_jagged_tensor(
+        list(features.keys()),
+        torch.cat([part.values() for part in parts]),
+        torch.cat([part.lengths() for part in parts]),
+        features.stride(),
+        [len(part.values()) for part in parts],
+        torch.cat(weights) if weights else None,
     )
 
 

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from pipeline.data.quality import binary_entropy
-from pipeline.data.read.batch import Batch, keyed_jagged_tensor
+from pipeline.data.read.batch import Batch, with_features
 from pipeline.data.read.reader import ShardReader
 from pipeline.models.tasks.task import task_in
 from pipeline.runtime.errors import TrainingError
@@ -133,33 +134,15 @@ def _losses(model: nn.Module, task: Any, batch: Batch) -> Losses:
 
 def with_shuffled(batch: Batch, key: str, order: torch.Tensor) -> Batch:
     """Return the batch in which row i has the ids of feature `key` from row `order[i]`."""
-    features = batch.sparse_features
-    values, lengths, weights = [], [], []
-    for name, feature in features.to_dict().items():
-        own = feature.weights_or_none()
-        if name == key:
-            offsets, count = feature.offsets(), feature.lengths()[order]
-            begins = torch.repeat_interleave(offsets[order], count)
-            within = torch.arange(len(begins), device=begins.device) - torch.repeat_interleave(
-                torch.cumsum(count, 0) - count, count
-            )
-            values.append(feature.values()[begins + within])
-            own = None if own is None else own[begins + within]
-            lengths.append(count)
-        else:
-            values.append(feature.values())
-            lengths.append(feature.lengths())
-        if own is not None:
-            weights.append(own)
-    shuffled = keyed_jagged_tensor(
-        list(features.keys()),
-        torch.cat(values),
-        torch.cat(lengths),
-        features.stride(),
-        [len(part) for part in values],
-        torch.cat(weights) if weights else None,
+    feature = batch.sparse_features[key]
+    offsets, count, own = feature.offsets(), feature.lengths()[order], feature.weights_or_none()
+    begins = torch.repeat_interleave(offsets[order], count)
+    within = torch.arange(len(begins), device=begins.device) - torch.repeat_interleave(
+        torch.cumsum(count, 0) - count, count
     )
-    return replace(batch, sparse_features=shuffled)
+    rows = begins + within
+    shuffled = JaggedTensor(feature.values()[rows], None if own is None else own[rows], count)
+    return replace(batch, sparse_features=with_features(batch.sparse_features, {key: shuffled}))
 
 
 def _summarized(
