@@ -11,6 +11,7 @@ from pipeline.config.columns import vector_features
 from pipeline.config.data import DataConfig
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.tables import TableConfig
+from pipeline.config.transforms import make_transforms, raw_inputs
 from pipeline.data.dataset import FILE_NAME, Dataset
 from pipeline.data.prepare.identity import recipe_of
 from pipeline.data.raw.layout import feature_names, find_format
@@ -40,18 +41,23 @@ def data_without(data: DataConfig, dropped: Collection[str], path: str) -> DataC
     def kept(names: list[str]) -> list[str]:
         return [name for name in names if name not in dropped]
 
+    columns = replace(
+        columns,
+        dense=kept(columns.dense),
+        sparse=kept(columns.sparse),
+        multi_hot=kept(columns.multi_hot),
+        weighted=kept(columns.weighted),
+        vectors={name: width for name, width in columns.vectors.items() if kept(vector_features(name, width))},
+        sequence=_without(columns.sequence, dropped),
+    )
+    inputs = raw_inputs(make_transforms(_without(data.transforms, dropped)))
+    read = {*columns.dense, *columns.sparse, *columns.raw_lists, *inputs, data.group_column}
+    joins = [{**join, "columns": [name for name in join["columns"] if name in read]} for join in data.joins]
     return replace(
         data,
         path=path,
-        columns=replace(
-            columns,
-            dense=kept(columns.dense),
-            sparse=kept(columns.sparse),
-            multi_hot=kept(columns.multi_hot),
-            weighted=kept(columns.weighted),
-            vectors={name: width for name, width in columns.vectors.items() if kept(vector_features(name, width))},
-            sequence=_without(columns.sequence, dropped),
-        ),
+        columns=columns,
+        joins=[join for join in joins if join["columns"]],
         feature_ids=_without(data.feature_ids, dropped),
         dense_transforms=_without(data.dense_transforms, dropped),
         buckets=_without(data.buckets, dropped),

@@ -26,6 +26,7 @@ from pipeline.data.read.reader import ShardReader
 from pipeline.data.read.value_index import index_values
 from pipeline.extras.joins.config import JoinConfig
 from pipeline.extras.joins.versions import read_versions
+from pipeline.extras.select_features.subset import data_without
 from pipeline.retraining.feature_changes import source_names, view
 from pipeline.runtime.errors import ConfigError, DataError
 from pipeline.serving.artifact.raw_schema import schema_of
@@ -171,6 +172,12 @@ def test_a_later_window_continues_vocabularies_and_reads_the_grown_table(tables:
     data = job_of(tables, "names").data
     assert source_names(data) == ["click", "item", "user"]
     assert view(data, data, data)[0].joined_columns == data.joined_columns
+    assert data_without(data, ["price", "history", "emb[0]"], "subset").joined_columns == [
+        "genre",
+        "clicks",
+        "tags",
+        "emb",
+    ]
 
 
 def visible_by_hand(rows: list[dict[str, Any]], key: int, time: int, delay: int) -> int | None:
