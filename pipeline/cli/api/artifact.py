@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 class Artifact:
     """An exported model. `path` is its folder, a link to it, or a registry, whose champion is used.
 
-    memory: "ram", or "ssd" to keep tables on an SSD. compiled: run the compiled layers. require_signature:
-    public keys, one of which must have signed the artifact. Several threads may use it; rows are scored
+    memory: "ram", or "ssd" to keep tables on an SSD. compiled: run the compiled layers. deltas:
+    apply the published deltas, as a server does. require_signature: public keys, one of which must have
+    signed the artifact. Several threads may use it; rows are scored
     one call after the other. Raises UserError if there is no intact artifact.
     """
 
@@ -37,11 +38,13 @@ class Artifact:
         *,
         memory: str = "ram",
         compiled: bool = False,
+        deltas: bool = False,
         require_signature: str | list[str] | None = None,
     ) -> None:
         from pipeline.serving.artifact.manifest import read_manifest
 
         self.path, self._compiled, self._memory, self._keys = str(path), compiled, memory, require_signature
+        self._deltas = deltas
         self._lock = threading.Lock()
         with requiring(require_signature):
             self._folder = find_artifact(self.path).path
@@ -52,7 +55,8 @@ class Artifact:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Load it again in another process, for Spark or Ray."""
-        options: dict[str, Any] = {"memory": self._memory, "compiled": self._compiled, "require_signature": self._keys}
+        options: dict[str, Any] = {"memory": self._memory, "compiled": self._compiled, "deltas": self._deltas}
+        options["require_signature"] = self._keys
         return partial(Artifact, **options), (self.path,)
 
     @property
@@ -91,7 +95,7 @@ class Artifact:
         from pipeline.serving.scoring.load import load_artifact
 
         with session(), requiring(self._keys):
-            return load_artifact(self._folder, self._memory, SsdConfig(), None, self._compiled, job)
+            return load_artifact(self._folder, self._memory, SsdConfig(), None, self._compiled, job, self._deltas)
 
     def predict(self, rows: Frame, *, bad_rows: str = "raise") -> NDArray[np.float32]:
         """Return the score of each row, [rows], or [rows, labels] if the artifact has several labels.

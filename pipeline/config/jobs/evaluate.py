@@ -152,6 +152,7 @@ class PredictJob(Job):
     encoding: str = "utf-8"  # of text files
     quotes: str = "doubled"  # a quote inside a quoted cell of csv: "" or, as Spark writes it, \"
     id_columns: list[str] = field(default_factory=list)
+    deltas: bool = False  # apply the artifact's deltas, as a server does
     memory: str = "ram"
     ssd: SsdConfig = field(default_factory=SsdConfig)
     retrieve: RetrieveConfig = field(default_factory=RetrieveConfig)

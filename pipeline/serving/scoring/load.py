@@ -11,11 +11,15 @@ from pipeline.config.jobs.evaluate import PredictJob
 from pipeline.config.registry import from_extra
 from pipeline.config.serving import RetrieveConfig, SsdConfig
 from pipeline.runtime.errors import ServingError
+from pipeline.runtime.logs import get_logger
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.manifest import MANIFEST
 
 if TYPE_CHECKING:
+    from pipeline.serving.scoring.predictor import Predictor
     from pipeline.serving.scoring.scorer import Scorer
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,18 @@ def find_folder(artifact: str) -> FoundArtifact:
 
 
 def load_artifact(
-    artifact: str, memory: str, ssd: SsdConfig, threads: int | None, compiled: bool, job: PredictJob | None = None
+    artifact: str,
+    memory: str,
+    ssd: SsdConfig,
+    threads: int | None,
+    compiled: bool,
+    job: PredictJob | None = None,
+    deltas: bool | None = None,
 ) -> Scorer:
-    """Return a Predictor, or for a two-tower a retriever. With `job`, return the one for scoring files."""
+    """Return a Predictor, or for a two-tower a retriever. With `job`, return the one for scoring files.
+
+    deltas: apply the artifact's deltas; False: say if there are any; None: the caller applies them.
+    """
     import torch
 
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
@@ -58,7 +71,26 @@ def load_artifact(
     cache_bytes = None if ssd.cache_gb is None else int(ssd.cache_gb * 2**30)
     load = from_extra("load_retriever", f"artifact={artifact}") if has_towers else Predictor.load
     loaded: Scorer = load(artifact, memory=memory, cache_bytes=cache_bytes, ssd=ssd, compiled=compiled)
+    if isinstance(loaded, Predictor) and deltas is not None:
+        _apply_deltas(loaded, artifact, deltas)
     return loaded
+
+
+def _apply_deltas(predictor: Predictor, artifact: str, wanted: bool) -> None:
+    from pipeline.serving.artifact.deltas import deltas_folder, newest_sequence
+
+    newest = newest_sequence(deltas_folder(artifact))
+    if newest and not wanted:
+        logger.warning(
+            "%s has deltas, to number %d. A server applies them; this does not without deltas=true", artifact, newest
+        )
+    elif newest:
+        predictor.catch_up(artifact)
+        if predictor.sequence < newest:
+            raise ServingError(
+                f"delta {predictor.sequence + 1} of {artifact} cannot be applied; the log says why. Without "
+                "deltas=true the scores are those of the export"
+            )
 
 
 def cache_counts(scorer: object) -> tuple[int, int, int] | None:

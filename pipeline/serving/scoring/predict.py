@@ -65,7 +65,8 @@ def predict(
     whole, job = job, job_of_shard(job)
     sources = find_sources(job.source)
     if load is None:
-        scorer = load_artifact(find(job.artifact).path, job.memory, job.ssd, job.threads, job.compiled, job)
+        found = find(job.artifact).path
+        scorer = load_artifact(found, job.memory, job.ssd, job.threads, job.compiled, job, job.deltas)
     else:
         scorer = load(job)
     subject = subject_of(job, scorer, sources, job.format or format_of(sources, scorer.columns))

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+from pipeline.cli.api.artifact import Artifact
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.config.jobs.train import TrainJob
@@ -48,7 +49,7 @@ from tests.serving.stand_in import StandIn, score_of
 from tests.serving.test_artifacts_served import raw_rows
 from tests.serving.test_switching import wait_until
 from tests.support.examples import SEED
-from tests.support.messages import names
+from tests.support.messages import mentions, names
 from tests.support.object_store import FaultyProxy, store  # noqa: F401
 from tests.support.ranks import RankPool
 
@@ -84,7 +85,7 @@ def rows(prepared_clicks: str) -> pa.Table:
 
 @pytest.mark.parametrize("memory", ["ram", "mapped", "ssd"])
 def test_an_artifact_after_a_delta_scores_as_a_whole_export_of_its_step(
-    published: str, small_artifact: ExportSummary, rows: pa.Table, memory: str
+    published: str, small_artifact: ExportSummary, rows: pa.Table, memory: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     predictor = Predictor.load(published, memory=memory, cache_bytes=200_000 if memory == "ssd" else None)
     before, base = predictor.score(rows).scores, predictor.version
@@ -93,6 +94,9 @@ def test_an_artifact_after_a_delta_scores_as_a_whole_export_of_its_step(
     whole = Predictor.load(small_artifact.artifact).score(rows).scores
     np.testing.assert_array_equal(predictor.score(rows).scores, whole)
     assert not np.array_equal(before, whole)
+    np.testing.assert_array_equal(Artifact(published, memory="ssd", deltas=True).predict(rows), whole)
+    np.testing.assert_array_equal(Artifact(published).predict(rows), before)
+    assert mentions(caplog.text, f"{published} has deltas to number 1 deltas=true")
     ids = torch.arange(0, predictor.manifest.tables[-1].stored_rows, 3)
     expected = Predictor.load(small_artifact.artifact).lookup.stored(25, ids)
     assert torch.equal(predictor.lookup.stored(25, ids), expected)
