@@ -50,6 +50,7 @@ BUILT_IN: dict[str, str | None] = {
     "device": "pipeline.devices",
     "stream": None,
     "observer": None,
+    "router": None,
 }
 
 T = TypeVar("T")

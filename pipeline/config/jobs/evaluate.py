@@ -212,6 +212,8 @@ class ServeJob(Job):
     accepted: str | None = None
     # registered observer of answered requests -> its settings
     observers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # a registered router, which chooses the model of each request -> its settings
+    router: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_given("artifact", self.artifact)
@@ -221,13 +223,21 @@ class ServeJob(Job):
             raise ConfigError(f"accepted={self.accepted} keeps numbers of signed pointers: set require_signature too")
         check_at_least("threads", self.threads, 1, allow_none=True)
         self.read_observers()
+        if len(self.read_router()) > 1:
+            raise ConfigError(f"router has {', '.join(self.router)}: one router chooses the model, so give one")
 
     def read_observers(self) -> dict[str, Any]:
         """Return name -> settings of each observer, as the dataclass that is registered. Raises
         ConfigError for an unknown observer, unknown keys and wrong types."""
-        return {
-            name: read_settings(
-                find("observer", name, "observers"), given or {}, f"observers.{name}", f"observer {name}"
-            )
-            for name, given in self.observers.items()
-        }
+        return _read("observer", self.observers, "observers")
+
+    def read_router(self) -> dict[str, Any]:
+        """Return name -> settings of the router; empty without one. Raises ConfigError as read_observers."""
+        return _read("router", self.router, "router")
+
+
+def _read(kind: str, given: dict[str, dict[str, Any]], key: str) -> dict[str, Any]:
+    return {
+        name: read_settings(find(kind, name, key), values or {}, f"{key}.{name}", f"{kind} {name}")
+        for name, values in given.items()
+    }

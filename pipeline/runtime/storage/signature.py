@@ -43,6 +43,7 @@ class Purpose(StrEnum):
     DELTA = "delta"
     VERSION = "version"
     CHAMPION = "champion"  # the pointer of a registry
+    CANARY = "canary"  # the challenger of a registry that serves some requests
     PIN = "pin"  # the pointer of the deltas of an artifact
 
 

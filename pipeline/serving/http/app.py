@@ -30,11 +30,11 @@ from pipeline.serving.http.batching import Asked, Overloaded, Scores, ServerMetr
 from pipeline.serving.http.observers import REQUEST_ID, Answered, Observers, id_of
 from pipeline.serving.http.openapi import docs_page, openapi_page
 from pipeline.serving.http.request_rows import ARROW_TYPE, JSON_TYPE, BadRequest
+from pipeline.serving.http.routing import Router, read_rows
 from pipeline.serving.http.switching import RETRIEVE, SCORE, ModelSlot, ServedModel
 from pipeline.serving.scoring.load import cache_counts
 from pipeline.serving.scoring.scorer import Scorer, has_scores, score_columns
 
-INLINE_BYTES = 16_384  # what is decoded so quickly that a thread costs more
 CLIENT_GONE = 499  # as nginx counts it
 HUNG_UP = "the handler is closed"  # uvloop's words for a connection that was closed since
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -55,8 +55,10 @@ class ScoringApp:
         metrics: ServerMetrics,
         admission: Admission,
         observers: Observers,
+        router: Router | None = None,
     ) -> None:
         self._slot, self._limits, self._metrics, self._observers = slot, limits, metrics, observers
+        self._router = router
         self.draining = False
         self._tables = ("", 0, 0)  # key of the artifact, lookups and hits that are counted already
         routes = [
@@ -99,15 +101,15 @@ class ScoringApp:
         """Read the body, score its rows, and answer. Every error of the request becomes a response."""
         try:
             body = await read_body(request, self._limits)
-            with self._slot.hold() as model:
-                if len(body) <= INLINE_BYTES:
-                    rows = read(model, body)
-                else:
-                    rows = await asyncio.to_thread(read, model, body)
-                scored = await model.batcher.score(rows)
+            request_id = id_of(request.headers.get(REQUEST_ID)) if self._observers or self._router else ""
+            if self._router is None:
+                with self._slot.hold() as model:
+                    rows = await read_rows(model, body, read)
+                    scored = await model.batcher.score(rows)
+            else:
+                model, rows, scored = await self._router.score(request_id, body, read)
             response = answer(model, scored)
-            if self._observers:
-                request_id = id_of(request.headers.get(REQUEST_ID))
+            if request_id:
                 self._observers.show(Answered(request_id, time.time(), rows, scored, model))
                 response.headers[REQUEST_ID] = request_id
             return response

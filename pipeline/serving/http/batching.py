@@ -30,19 +30,19 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 class ServerMetrics:
-    """The Prometheus metrics of one server, in a separate registry."""
+    """The Prometheus metrics of one server, in a separate registry. A second model has another prefix."""
 
-    def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
+    def __init__(self, prefix: str = PREFIX, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry = registry or CollectorRegistry()
 
         def counter(name: str, about: str, *labels: str) -> Counter:
-            return Counter(f"{PREFIX}_{name}", about, labels, registry=registry)
+            return Counter(f"{prefix}_{name}", about, labels, registry=registry)
 
         def gauge(name: str, about: str, *labels: str) -> Gauge:
-            return Gauge(f"{PREFIX}_{name}", about, labels, registry=registry)
+            return Gauge(f"{prefix}_{name}", about, labels, registry=registry)
 
         def histogram(name: str, about: str, buckets: Sequence[float], *labels: str) -> Histogram:
-            return Histogram(f"{PREFIX}_{name}", about, labels, buckets=buckets, registry=registry)
+            return Histogram(f"{prefix}_{name}", about, labels, buckets=buckets, registry=registry)
 
         self.requests = counter("requests", "Requests answered", "path", "status")
         self.request_seconds = histogram("request_seconds", "From header to answer", SECONDS, "path")

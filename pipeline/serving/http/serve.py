@@ -53,7 +53,8 @@ def serve(
             scorer.catch_up(found.path)
         return scorer
 
-    settings = Settings(job.server, job.batching, job.limits, read_tokens(job.server), job.read_observers())
+    tokens, router = read_tokens(job.server), next(iter(job.read_router().values()), None)
+    settings = Settings(job.server, job.batching, job.limits, tokens, job.read_observers(), router)
     run_server(settings, listener, lambda: find(job.artifact), load or load_found)
 
 

@@ -22,6 +22,7 @@ from pipeline.serving.http.app import LOOPBACK_NAMES, ScoringApp
 from pipeline.serving.http.batching import ServerMetrics
 from pipeline.serving.http.observers import Observers, ObserverSettings
 from pipeline.serving.http.protocol import limited_by
+from pipeline.serving.http.routing import RouterSettings, ServerParts
 from pipeline.serving.http.switching import FoundArtifact, ModelSlot, try_out
 from pipeline.serving.scoring.scorer import Scorer
 
@@ -33,7 +34,7 @@ logger = get_logger(__name__)
 @dataclass(frozen=True)
 class Settings:
     """The settings of the server. `tokens`: if there are any, a request must have one of them.
-    observers: name -> settings of an observer of answered requests.
+    observers: name -> settings of an observer of answered requests. router: None: one model answers.
     """
 
     server: ServerConfig
@@ -41,6 +42,7 @@ class Settings:
     limits: LimitsConfig
     tokens: Tokens = field(default_factory=lambda: Tokens([]))
     observers: Mapping[str, ObserverSettings] = field(default_factory=dict)
+    router: RouterSettings | None = None
 
 
 Find = Callable[[], FoundArtifact]
@@ -96,7 +98,11 @@ async def _serve(
     slot.begin(found, scorer)
     admission = Admission(allowed_hosts(settings.server), settings.limits, settings.tokens)
     observers = Observers({name: each.make(metrics) for name, each in settings.observers.items()}, metrics)
-    app = ScoringApp(slot, settings.limits, metrics, admission, observers)
+    router = None
+    if settings.router is not None:
+        parts = ServerParts(slot, load, settings.batching, settings.limits, metrics, settings.server.watch_s)
+        router = settings.router.make(parts)
+    app = ScoringApp(slot, settings.limits, metrics, admission, observers, router)
     server = _Server(
         uvicorn.Config(
             app.asgi, http=limited_by(settings.limits), ws="none", lifespan="off", log_config=None, access_log=False,
@@ -119,6 +125,8 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end, number)
     tasks = [asyncio.create_task(slot.watch(settings.server.watch_s))]
+    if router is not None:
+        tasks.append(asyncio.create_task(router.watch()))
     if settings.tokens.signed is not None:
         tasks.append(asyncio.create_task(settings.tokens.signed.keep_fresh()))
     try:
@@ -126,6 +134,8 @@ async def _serve(
     finally:
         for task in tasks:
             task.cancel()
+    if router is not None:
+        await router.close()
     await slot.close()
     await asyncio.to_thread(observers.close)
     logger.info("all requests are answered, the server ends")
