@@ -23,6 +23,7 @@ FIRST_SENTENCE = re.compile(r'"*(.*?)(:  |"*\n|"*$)')
 # Verb -> the extra that has it, so that the error names the extra if it is not installed.
 VERBS_OF_EXTRAS = {
     "calibrate": "calibration",
+    "canary": "canary",
     "card": "model_card",
     "check_nodes": "nodes",
     "checkpoints": "checkpoints",

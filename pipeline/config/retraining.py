@@ -214,9 +214,13 @@ class RegistryConfig:
     path: str = "${paths.registry}/${name}"  # a folder or s3://bucket/prefix
     keep: int = 5
     mlflow: str | None = None  # tracking URI of a copy, which is never read
+    # a challenger that passes the gate answers this share of the keys first; None: it is promoted at once
+    canary_share: float | None = None
 
     def __post_init__(self) -> None:
         check_at_least("registry.keep", self.keep, 2)
+        if self.canary_share is not None:
+            check_within("registry.canary_share", self.canary_share, 0.0, 1.0)
 
 
 REGISTRY_COMMANDS = ("list", "history", "verify", "rollback", "unpin", "add")

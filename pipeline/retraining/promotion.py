@@ -183,12 +183,7 @@ def promote(
         PinnedError, RegistryError: the candidate was compared with another champion than the current one.
         DamagedError: the run's files have changed since they were saved.
     """
-    version = published(registry, candidate.key)
-    if version is None or not candidate.is_in(version):
-        fence()
-        files = candidate.run.files() | candidate.extra
-        version = registry.publish(registry.next_name(), files, lineage_of(candidate), fence)
-    candidate.check(version)
+    version = publish(registry, candidate, fence)
     fence()
     registry.promote(version, candidate.expected)
     record = complete(registry, ledger)
@@ -196,6 +191,17 @@ def promote(
     if keep is not None:
         registry.prune(keep)
     return record
+
+
+def publish(registry: Registry, candidate: Candidate, fence: Callable[[], None]) -> Version:
+    """Publish the candidate, unless an interrupted promotion has. The pointer stays. Raises DamagedError as promote."""
+    version = published(registry, candidate.key)
+    if version is None or not candidate.is_in(version):
+        fence()
+        files = candidate.run.files() | candidate.extra
+        version = registry.publish(registry.next_name(), files, lineage_of(candidate), fence)
+    candidate.check(version)
+    return version
 
 
 def published(registry: Registry, key: str) -> Version | None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.config.registry import from_extra
 from pipeline.retraining.ledger import MAX_READ, PROMOTED, REJECTED, SKIPPED, TERMINAL, Ledger, Record, describe_record
-from pipeline.retraining.promotion import complete, promote
+from pipeline.retraining.promotion import complete, promote, publish
 from pipeline.retraining.registry import PinnedError, Pointer, Registry
 from pipeline.retraining.windows import LATE, READY, Window, find_windows
 from pipeline.retraining.worker_group import WorkerGroup
@@ -143,10 +143,18 @@ class Tick:
                 note = f"{pointer.version} is pinned ({pointer.reason}): `python -m pipeline registry unpin {self.registry.path}`"
             elif worked >= self.job.max_catchup:
                 note = f"max_catchup={self.job.max_catchup} windows done; the next retrain continues"
+            elif waits := self._waits_for_canary():
+                note = waits
             else:
                 note = self._next(pointer)
         pointer = self.registry.pointer()
         return TickSummary(pointer.version if pointer else "none", self._records, note + self._left_of_retry())
+
+    def _waits_for_canary(self) -> str:
+        """Return why no window is begun while a version of an earlier window serves as canary."""
+        if self.job.registry.canary_share is None:
+            return ""
+        return str(from_extra("canary_note", "registry.canary_share")(self.registry.path))
 
     def _next(self, pointer: Pointer | None) -> str:
         """Process the oldest window. Return why nothing more can be done, or an empty string."""
@@ -245,8 +253,14 @@ class Tick:
             self._record(record)
         else:
             candidate = replace(outcome.candidate, record=record)
+            share = self.job.registry.canary_share
             try:
-                promoted = promote(self.registry, self.ledger, candidate, self.job.registry.keep, self._fence)
+                if share is None or champion is None:
+                    promoted = promote(self.registry, self.ledger, candidate, self.job.registry.keep, self._fence)
+                else:
+                    version = publish(self.registry, candidate, self._fence)
+                    offer = from_extra("offer_canary", "registry.canary_share")
+                    promoted = offer(self.registry, version, record, share)
             except PinnedError as error:
                 return f"window {window.name} waits: {error}"
             self._note(promoted)

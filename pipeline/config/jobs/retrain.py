@@ -50,6 +50,11 @@ class RetrainJob(TrainJob):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_given("source", self.source)
+        if self.registry.canary_share is not None and not self.gate.export.enabled:
+            raise ConfigError(
+                f"registry.canary_share={self.registry.canary_share:g} serves a challenger, which needs an artifact: leave out "
+                "gate.export.enabled=false"
+            )
         if patterns := [name for name in self.data.columns.dense if is_pattern(name)]:
             raise ConfigError(
                 f"data.columns.dense has the pattern {patterns[0]!r}, and the files of two windows may have other columns: "
