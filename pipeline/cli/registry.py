@@ -6,6 +6,8 @@
                                                                go back to the version before; retrain then waits
     python -m pipeline registry unpin REGISTRY                 let retrain promote again
     python -m pipeline registry add REGISTRY run=RUN           start with a model that was trained by hand
+    python -m pipeline registry explain REGISTRY OLD NEW source=ROWS
+                                                               why two versions score differently (the verb explain)
 
 REGISTRY may also be given as registry=..., VERSION as version=v000012.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import sys
 
-from pipeline.cli.command_line import Command
+from pipeline.cli.command_line import Arguments, Command
 from pipeline.cli.verb import verb
 from pipeline.config.jobs.retrain import RegistryJob
 from pipeline.config.registry import from_extra
@@ -150,7 +152,12 @@ def _run(job: RegistryJob) -> list[str]:
     return commands[job.command](job)
 
 
-COMMANDS = tuple(
-    Command(name, ("registry", "version"), {"version": VERSION_NAME.pattern}) for name in REGISTRY_COMMANDS
+def _explain(words: Arguments) -> None:
+    from_extra("explain_versions", "registry explain")(words)
+
+
+COMMANDS = (
+    *(Command(name, ("registry", "version"), {"version": VERSION_NAME.pattern}) for name in REGISTRY_COMMANDS),
+    Command("explain", ("registry", "old", "new"), run=_explain),
 )
 main = verb("registry", RegistryJob, describe="\n".join, commands=COMMANDS, default="list")(run)

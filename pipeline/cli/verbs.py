@@ -31,6 +31,7 @@ VERBS_OF_EXTRAS = {
     "diagnose": "diagnose",
     "doctor": "doctor",
     "erase": "erase",
+    "explain": "explain_versions",
     "init": "project",
     "precompile": "precompile",
     "publish": "publish",

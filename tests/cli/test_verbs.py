@@ -33,6 +33,7 @@ VERBS = {
     "doctor",
     "erase",
     "evaluate",
+    "explain",
     "export",
     "generate",
     "init",

@@ -111,7 +111,7 @@ def _erase_row(
     target: Target, folder: Rewritten, below: str, files: ArtifactFiles, table: TableFiles, row_id: int,
     entries: dict[str, FileEntry],
 ) -> bytes:  # fmt: skip
-    """Overwrite the row by that of unknown values, which is returned."""
+    """Overwrite the row by the row of unknown values. Return the row of unknown values."""
     size = row_bytes(table.dim, table.precision)
     served = files.table(table, verified=True)
     position = row_id if served.kept is None else int(served.kept.remap(np.array([row_id]))[0])

@@ -34,7 +34,7 @@ from pipeline.runtime.storage import atomic, storage
 def features_of(dataset: Dataset, name: str) -> list[SparseFeature]:
     """Return the features whose ids are from the vocabulary of feature `name`; [] if the data set lacks it.
 
-    Raises EraseError if the ids are hashes, or are those of another feature.
+    Raises EraseError if the feature uses the ids of another feature.
     """
     known = {feature.name: feature for feature in dataset.sparse_features}
     if name not in known:

@@ -33,7 +33,7 @@ class EraseError(UserError):
 
 @dataclass
 class Places:
-    """What was found below the given folders. `checkpoints` are folders of steps, `leftovers` are folders of killed or
+    """Lists what the given folders contain. `checkpoints` are folders of steps, `leftovers` are folders of killed or
     damaged saves, `files` are all other files."""
 
     datasets: list[str] = field(default_factory=list)
@@ -100,7 +100,7 @@ def _kind(folder: str, names: list[str], files: list[str]) -> str | None:
 
 
 class Rewritten:
-    """A folder that is being rewritten at `staged`. Its files are links to those of `path` until they are replaced."""
+    """A folder that is being rewritten at `staged`. Its files are links to the files of `path` until they are replaced."""
 
     def __init__(self, path: str) -> None:
         self.path = path.rstrip("/")

@@ -152,7 +152,7 @@ def _scan(target: Target, job: EraseJob, places: Places, result: Erasure) -> Non
 
 
 def _record(job: EraseJob, result: Erasure) -> None:
-    """Append to the ledger. Without the receipt nobody can find the value from the digest by trying values."""
+    """Append to the ledger. Without the receipt, the value cannot be found from the digest by trying values."""
     result.receipt = secrets.token_hex(16)
     result.digest = hashlib.sha256(f"{result.receipt}:{job.feature}:{job.value}".encode()).hexdigest()
     if job.registry:

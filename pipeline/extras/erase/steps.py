@@ -140,7 +140,7 @@ def check_alone(table: str, others: Iterable[str], compressed: bool, feature: st
         )
     if others := sorted(others):
         raise EraseError(
-            f"the rows of table {table!r} are also those of {', '.join(others)}, whose values share the row: resetting it "
+            f"the rows of table {table!r} also belong to values of {', '.join(others)}, which share the row: resetting it "
             "would change the scores of other values. Remove the value from the raw rows, prepare and train again"
         )
 

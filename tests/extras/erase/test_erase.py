@@ -1,4 +1,4 @@
-"""After an erasure no file of a registry has the user or the user's rows, and nobody else's score has changed."""
+"""After an erasure no file of a registry has the user or the user's rows, and no other score has changed."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from pipeline.checkpoint.chains import open_step, open_tensors
 from pipeline.checkpoint.steps import is_packed, list_steps, read_manifest, step_path
 from pipeline.checkpoint.tables import inventory_of_step
 from pipeline.cli.command_line import load_config
+from pipeline.cli.registry import rollback
+from pipeline.config.jobs.retrain import RegistryJob
 from pipeline.data.dataset import load_dataset
 from pipeline.extras.checkpoints.survey import verify_step
 from pipeline.extras.differential.packed import PackedFile
@@ -27,6 +29,7 @@ from pipeline.extras.erase.datasets import id_of
 from pipeline.extras.erase.folders import EraseError
 from pipeline.extras.erase.run import describe, erase
 from pipeline.extras.erase.target import Target
+from pipeline.retraining.find_artifact import find_artifact
 from pipeline.retraining.ledger import Ledger
 from pipeline.retraining.registry import Registry
 from pipeline.runtime.storage.signature import requiring, signing
@@ -35,7 +38,7 @@ from tests.extras.erase.worlds import NAMES, USER, make_world, train_to
 from tests.support.forks import WarmCommand
 
 pytestmark = pytest.mark.long
-ARTIFACTS = ("artifact", "registry/versions/v000001/artifact")
+ARTIFACTS = ("artifact", "registry/versions/v000001/artifact", "registry/versions/v000002/artifact")
 DATA = ("rows.parquet", "ds", "run", "artifact", "logs")
 
 
@@ -130,7 +133,7 @@ def test_no_byte_of_the_user_stays_and_nobody_else_moves(world: Path) -> None:
     held = holding(world, rows | names)
     assert len(rows) >= 5 and len(held) >= 15
     result = erase(load_config(EraseJob, words_of(world)))
-    assert result.left == {} and result.num_rows >= 5 and result.num_steps == 5
+    assert result.left == {} and result.num_rows >= 5 and result.num_steps == 6
     assert holding(world, rows | names) == []
     with requiring(f"{world}/keys/key.pub"):
         for path in ARTIFACTS:
@@ -138,13 +141,13 @@ def test_no_byte_of_the_user_stays_and_nobody_else_moves(world: Path) -> None:
             assert (after[5:] == before[path][5:]).all() and (after[:5] == after[-5:]).all()
             assert (after[:5] != before[path][:5]).any()
         registry = Registry(str(world / "registry"))
-        assert registry.verify(registry.version("v000001"))[0] == ""
+        assert [registry.verify(version)[0] for version in registry.versions()] == ["", ""]
         folder = str(world / "run/checkpoints")
         assert [verify_step(folder, step) for step in list_steps(folder)] == [""] * 4
     record = next(Ledger(registry.path).newest())
     assert record.state == "erased" and record.data["digest"] == result.digest and USER not in json.dumps(record.data)
     lines = "\n".join(describe(load_config(EraseJob, words_of(world)), result))
-    assert "ledger      record 2" in lines and result.receipt in lines
+    assert "ledger      record 3" in lines and result.receipt in lines
 
 
 def test_resume_and_rollback_do_not_restore_the_user(world: Path) -> None:
@@ -165,6 +168,10 @@ def test_resume_and_rollback_do_not_restore_the_user(world: Path) -> None:
         step, _, after = open_step(str(world / "run/checkpoints"), None)
         assert step == 25 and (after.read(table.key, [row, 0], [1, table.dim]) == erased).all()
         assert [float(after.read(each.key, [row], [1])) for each in table.states.values()] == [0.0]
+        rollback(RegistryJob(registry=f"{world}/registry", command="rollback"))
+        champion = find_artifact(f"{world}/registry").path
+        assert champion.endswith("v000001/artifact")
+        assert (scores_of(Path(champion), [USER]) == scores_of(Path(champion), ["nobody"])).all()
     again = erase(load_config(EraseJob, words_of(world)))
     assert again.left == {} and again.rewritten == []
 

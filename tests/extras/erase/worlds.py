@@ -63,10 +63,10 @@ def _make_world(folder: Path) -> Path:
     export(load_config(ExportJob, [f"run={folder}/run", f"output={folder}/artifact", "precision=int8", *LIMITS]))
     registry = Registry(f"{folder}/registry")
     run = finished_run(f"{folder}/run")
-    promote(
-        registry, Ledger(registry.path), Candidate(run, "add", Record(ADDED), None, files_of_artifact(f"{folder}/artifact")),
-        None, lambda: None,
-    )  # fmt: skip
+    for key in ("older", "newer"):
+        files = files_of_artifact(f"{folder}/artifact")
+        candidate = Candidate(run, key, Record(ADDED), registry.pointer(), files)
+        promote(registry, Ledger(registry.path), candidate, None, lambda: None)
     train_to(folder, 20)
     publish(load_config(PublishJob, [f"artifact={folder}/registry"]), find_artifact)
     logs = folder / "logs"

@@ -3,7 +3,7 @@ folders=[runs,datasets,logs]
 
 The row of the value and its optimizer state are reset in every step, artifact and delta, vocabularies and prepared rows
 forget it, and raw rows with it are removed. Then every file is searched for the value and its rows. The exit code is 1
-if one still has them.
+if a file still contains the value or a row.
 """
 
 from __future__ import annotations
