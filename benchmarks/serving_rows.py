@@ -59,7 +59,7 @@ def measure(predictors: dict[str, Predictor], before: Predictor, table_rows: int
             works[f"{name}: all but the body, {dense}"] = lambda i, rows=rows, of=predictor: of.score(rows[i])
     encoded = [first.encoder.encode(each) for each in rows]
     for dense, predictor in predictors.items():
-        works[f"tables and layers, {dense}"] = lambda i, of=predictor: of._score(encoded[i].dense, *encoded[i].ids)
+        works[f"tables and layers, {dense}"] = lambda i, of=predictor: of.score_ids(encoded[i].dense, *encoded[i].ids)
     found: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds + 1):
         for name, work in works.items():

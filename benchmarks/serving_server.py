@@ -102,7 +102,7 @@ def tiled(predictor):
             dense = torch.empty(num_rows, len(self.encoder.schema.dense))
             dense[:, division.user_dense], dense[:, division.item_dense] = user.dense, items.dense
             count_row_zero(values.numpy(), offsets.numpy(), num_rows)
-            return Scored(self._score(dense, values, offsets))
+            return Scored(self.score_ids(dense, values, offsets))
 
     return Tiled
 

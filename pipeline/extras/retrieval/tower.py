@@ -49,7 +49,7 @@ class Tower(Predictor):
         without dense values.
         """
         batch = (len(offsets) - 1) // len(self._keys)
-        return self._score(torch.zeros(batch, len(self.encoder.schema.dense)), values, offsets, weights)
+        return self.score_ids(torch.zeros(batch, len(self.encoder.schema.dense)), values, offsets, weights)
 
     @property
     def _width(self) -> tuple[int, ...]:

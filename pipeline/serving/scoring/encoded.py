@@ -38,23 +38,25 @@ class EncodedSpan(NamedTuple):
 @dataclass(frozen=True)
 class RowFeatures:
     """What rows became. kept: [n] numbers of the rows that could be read. dense: [n, num_dense]
-    float32. values, lengths: for each feature its ids of all rows one after the other, and [n] the
+    float32. batch: [n, 2] the number of rows that the layers read together, and the place of the row
+    among them, because products of another number of rows may round otherwise. values, lengths: for each feature its ids of all rows one after the other, and [n] the
     number of ids of each row.
     """
 
     kept: NDArray[np.int64]
     dense: NDArray[np.float32]
+    batch: NDArray[np.int64]
     values: list[NDArray[np.int64]]
     lengths: list[NDArray[np.int64]]
 
 
 def features_of(spans: Sequence[EncodedSpan], num_features: int) -> RowFeatures:
     """Return the features of rows that were scored in one or several batches, in their order."""
-    kept, dense = [np.zeros(0, np.int64)], []
+    kept, dense, batch = [np.zeros(0, np.int64)], [], [np.zeros((0, 2), np.int64)]
     values: list[list[NDArray[np.int64]]] = [[np.zeros(0, np.int64)] for _ in range(num_features)]
     lengths: list[list[NDArray[np.int64]]] = [[np.zeros(0, np.int64)] for _ in range(num_features)]
     before = 0
-    for span in spans:
+    for span in _merged(spans):
         for part in span.parts:
             first, last = np.searchsorted(part.kept, (span.begin, span.end)).tolist()
             if first == last:
@@ -63,6 +65,8 @@ def features_of(spans: Sequence[EncodedSpan], num_features: int) -> RowFeatures:
             dense.append(part.dense[first:last].numpy())
             own, offsets = (each.numpy() for each in part.ids())
             num_rows = len(part.kept)
+            places = np.arange(first, last)
+            batch.append(np.stack([np.full(len(places), num_rows), places], axis=1))
             for feature in range(num_features):
                 ends = offsets[feature * num_rows + first : feature * num_rows + last + 1]
                 values[feature].append(own[ends[0] : ends[-1]])
@@ -71,6 +75,17 @@ def features_of(spans: Sequence[EncodedSpan], num_features: int) -> RowFeatures:
     return RowFeatures(
         np.concatenate(kept),
         np.concatenate(dense) if dense else np.zeros((0, 0), np.float32),
+        np.concatenate(batch),
         [np.concatenate(each) for each in values],
         [np.concatenate(each) for each in lengths],
     )
+
+
+def _merged(spans: Sequence[EncodedSpan]) -> list[EncodedSpan]:
+    """Join spans that follow each other in one batch."""
+    merged: list[EncodedSpan] = []
+    for span in spans:
+        if merged and merged[-1].parts is span.parts and merged[-1].end == span.begin:
+            span = EncodedSpan(span.parts, merged.pop().begin, span.end)
+        merged.append(span)
+    return merged

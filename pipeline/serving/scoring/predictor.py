@@ -160,7 +160,7 @@ class Predictor:
             raise ServingError(
                 f"tables are looked up by {features[:3]}, and composed of {self._composed.looked_up[:3]}"
             )
-        scores = self._score(nothing, ids, offsets)
+        scores = self.score_ids(nothing, ids, offsets)
         if scores.shape != wanted:
             raise ServingError(f"scores of 2 rows have the shape {tuple(scores.shape)}, not {wanted}")
         if not np.isfinite(scores).all():
@@ -260,6 +260,8 @@ class Predictor:
 
         Raises ServingError if a column is missing, or of a wrong type.
         """
+        # A new thread has OMP's default number of threads until this call gives it set_num_threads' number.
+        torch.get_num_threads()
         scores = np.full((rows.num_rows, *self._width), np.nan, np.float32)
         bad: list[QuarantinedRow] = []
         encoded: list[Encoded] = []
@@ -317,7 +319,7 @@ class Predictor:
         Raises ServingError: a feature is missing, an id is outside its table, or `dense` has
         another width.
         """
-        return torch.from_numpy(self._score(dense, *self._selected(dense, sparse)))
+        return torch.from_numpy(self.score_ids(dense, *self._selected(dense, sparse)))
 
     @torch.inference_mode()
     def outputs(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
@@ -343,9 +345,10 @@ class Predictor:
         return select_features(sparse.values(), offsets, len(keys), positions, weights)
 
     @torch.inference_mode()
-    def _score(
+    def score_ids(
         self, dense: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None
     ) -> NDArray[np.float32]:
+        """Return scores of encoded rows; values, offsets and weights as in EncodedRows."""
         return self._calibrated(self._outputs(dense, values, offsets, weights), lambda: (values, offsets))
 
     @torch.inference_mode()
