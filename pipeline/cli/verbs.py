@@ -33,6 +33,7 @@ VERBS_OF_EXTRAS = {
     "erase": "erase",
     "explain": "explain_versions",
     "init": "project",
+    "join_labels": "serving_log",
     "precompile": "precompile",
     "publish": "publish",
     "rehearse": "shadow",
@@ -40,6 +41,7 @@ VERBS_OF_EXTRAS = {
     "runs": "runs",
     "select_features": "select_features",
     "semantic_ids": "semantic_ids",
+    "skew": "serving_log",
     "sweep": "sweep",
 }
 

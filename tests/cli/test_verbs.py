@@ -38,6 +38,7 @@ VERBS = {
     "generate",
     "init",
     "inspect",
+    "join_labels",
     "plan",
     "precompile",
     "predict",
@@ -50,6 +51,7 @@ VERBS = {
     "select_features",
     "semantic_ids",
     "serve",
+    "skew",
     "sweep",
     "train",
 }

@@ -37,7 +37,7 @@ class EncodedSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class RowFeatures:
-    """What rows became. kept: [n] numbers of the rows that could be read. dense: [n, num_dense]
+    """The encoded rows. kept: [n] numbers of the rows that could be read. dense: [n, num_dense]
     float32. batch: [n, 2] the number of rows that the layers read together, and the place of the row
     among them, because products of another number of rows may round otherwise. values, lengths: for each feature its ids of all rows one after the other, and [n] the
     number of ids of each row.
@@ -53,8 +53,8 @@ class RowFeatures:
 def features_of(spans: Sequence[EncodedSpan], num_features: int) -> RowFeatures:
     """Return the features of rows that were scored in one or several batches, in their order."""
     kept, dense, batch = [np.zeros(0, np.int64)], [], [np.zeros((0, 2), np.int64)]
-    values: list[list[NDArray[np.int64]]] = [[np.zeros(0, np.int64)] for _ in range(num_features)]
-    lengths: list[list[NDArray[np.int64]]] = [[np.zeros(0, np.int64)] for _ in range(num_features)]
+    values: list[list[NDArray[np.int64]]] = []  # for each part: of each feature
+    lengths: list[list[NDArray[np.int64]]] = []
     before = 0
     for span in _merged(spans):
         for part in span.parts:
@@ -67,18 +67,27 @@ def features_of(spans: Sequence[EncodedSpan], num_features: int) -> RowFeatures:
             num_rows = len(part.kept)
             places = np.arange(first, last)
             batch.append(np.stack([np.full(len(places), num_rows), places], axis=1))
-            for feature in range(num_features):
-                ends = offsets[feature * num_rows + first : feature * num_rows + last + 1]
-                values[feature].append(own[ends[0] : ends[-1]])
-                lengths[feature].append(np.diff(ends))
+            if len(own) == num_features * num_rows and own.size and offsets[-1] == len(own) and _are_single(offsets):
+                values.append(list(own.reshape(num_features, num_rows)[:, first:last]))
+                lengths.append([np.ones(last - first, np.int64)] * num_features)
+                continue
+            ends = [offsets[each * num_rows + first : each * num_rows + last + 1] for each in range(num_features)]
+            values.append([own[each[0] : each[-1]] for each in ends])
+            lengths.append([np.diff(each) for each in ends])
         before += span.end - span.begin
+    nothing = np.zeros(0, np.int64)
     return RowFeatures(
         np.concatenate(kept),
         np.concatenate(dense) if dense else np.zeros((0, 0), np.float32),
         np.concatenate(batch),
-        [np.concatenate(each) for each in values],
-        [np.concatenate(each) for each in lengths],
+        [np.concatenate(each) for each in zip(*values, strict=True)] or [nothing] * num_features,
+        [np.concatenate(each) for each in zip(*lengths, strict=True)] or [nothing] * num_features,
     )
+
+
+def _are_single(offsets: NDArray[np.int64]) -> bool:
+    """Return True if each bag has one id, which is so for most models."""
+    return bool((offsets[1:] - offsets[:-1] == 1).all())
 
 
 def _merged(spans: Sequence[EncodedSpan]) -> list[EncodedSpan]:

@@ -44,20 +44,23 @@ def _binary(name: str) -> str:
     return found
 
 
-def test_every_alert_fires_when_it_should_and_not_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rules", ["training_alerts", "serving_alerts"])
+def test_every_alert_fires_when_it_should_and_not_before(tmp_path: Path, rules: str) -> None:
     promtool = _binary("promtool")
-    for file in (ALERTS, Path(__file__).with_name("training_alerts_test.yml")):
+    for file in (MONITORING / f"{rules}.yml", Path(__file__).with_name(f"{rules}_test.yml")):
         shutil.copy(file, tmp_path)
     done = subprocess.run(
-        [promtool, "test", "rules", "training_alerts_test.yml"], cwd=tmp_path, capture_output=True, text=True
+        [promtool, "test", "rules", f"{rules}_test.yml"], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_alert_has_a_test_of_promtools() -> None:
-    tests = yaml.safe_load(Path(__file__).with_name("training_alerts_test.yml").read_text())["tests"]
+@pytest.mark.parametrize("rules", ["training_alerts", "serving_alerts"])
+def test_every_alert_has_a_test_of_promtools(rules: str) -> None:
+    tests = yaml.safe_load(Path(__file__).with_name(f"{rules}_test.yml").read_text())["tests"]
     tested = {each["alertname"] for test in tests for each in test.get("alert_rule_test", []) if each["exp_alerts"]}
-    assert tested == {rule["alert"] for rule in yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]}
+    groups = yaml.safe_load((MONITORING / f"{rules}.yml").read_text())["groups"]
+    assert tested == {rule["alert"] for rule in groups[0]["rules"]}
 
 
 class Prometheus:

@@ -1,0 +1,1 @@
+"""Observers of a server: a log of answered requests, and the drift of features and scores."""
