@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.config.jobs.retrain import RetrainJob
+from pipeline.config.registry import if_installed
 from pipeline.config.retraining import GateConfig
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.raw.source import SourceChangedError
@@ -255,6 +256,9 @@ class Challenge:
         verdict = judge(scores, champions, self.gate or self.job.gate)
         log_findings(f"challenger of {self.window.name}", verdict.findings)
         metrics: dict[str, Any] = {**verdict.metrics, "judged_on": self.judged_on.name}
+        cost_of_run = if_installed("cost_of_run")
+        if cost := cost_of_run(run.folder) if cost_of_run else {}:
+            metrics |= {f"training_{name}": cost[name] for name in ("rank_hours", "price") if cost[name] is not None}
         if len(learnt_labels(self.job)) > 1:
             metrics["label"] = self.job.gate.task or self.job.data.columns.label
         if not verdict.passed:

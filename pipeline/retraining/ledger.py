@@ -146,6 +146,8 @@ def describe_record(record: Record) -> str:
         parts.append(f"{ne} {metrics['challenger_ne']:.4f}, champion {metrics['champion_ne']:.4f}")
     elif "challenger_ne" in metrics:
         parts.append(f"{ne} {metrics['challenger_ne']:.4f}")
+    if "training_price" in metrics:
+        parts.append(f"price {metrics['training_price']:.4g}")
     changes = record.data.get("changes", {})
     parts += [f"{what.replace('_', ' ')} {', '.join(names)}" for what, names in changes.items()]
     return one_line("  ".join([*parts, *record.reasons]).rstrip())

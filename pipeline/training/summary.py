@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.jobs.evaluate import EvaluateJob
 from pipeline.config.jobs.train import TrainJob
-from pipeline.config.registry import if_installed
+from pipeline.config.registry import from_extra, if_installed
 from pipeline.data.targets import main_label
 from pipeline.runtime.logs import to_json
 from pipeline.runtime.shell_words import word
@@ -72,6 +72,7 @@ class TrainSummary:
     # the main label, and labels of the data set that the model does not learn
     label: str = ""
     not_learnt: list[str] = field(default_factory=list)
+    cost: dict[str, Any] = field(default_factory=dict)  # of all attempts (extras/price)
 
 
 def summarize(
@@ -95,6 +96,7 @@ def summarize(
         num_bad_rows=result.num_bad_rows,
         compression=savings,
         label=main,
+        cost=cost_of_run(job.run_dir) if (cost_of_run := if_installed("cost_of_run")) else {},
         not_learnt=[] if job.model.learns_all else [name for name in others if name not in job.trainer.loss.columns],
     )
 
@@ -120,6 +122,9 @@ def describe(summary: TrainSummary) -> str:
         )
     lines += [f"worth a look  {remark}" for remark in summary.remarks]
     lines += describe_run(summary.run_dir, summary.checkpoint, summary.throughput)
+    if summary.cost:
+        lines.append(f"cost        {from_extra('describe_cost', 'cost')(summary.cost)}")
+        lines += [f"ended by    {why}"] if (why := summary.cost["ended_by"]) else []
     if summary.report:
         lines.append(f"report      {summary.report}")
     lines.append(f"next        python -m pipeline evaluate {word('run', summary.run_dir)} split=test")

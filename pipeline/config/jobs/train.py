@@ -133,6 +133,20 @@ class PublishingConfig:
         return None if self.when is None else read_cadence(self.when, "publishing.when")
 
 
+@dataclass
+class BudgetConfig:
+    """End the run when its costs reach a limit, after all its attempts. hours: of training. price:
+    hours times ranks times hardware.price_per_hour. None: no limit. Needs the extra `price`."""
+
+    hours: float | None = None
+    price: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("hours", "price"):
+            if (limit := getattr(self, name)) is not None:
+                check_above(f"budget.{name}", limit, 0.0)
+
+
 @job_of("train")
 @dataclass
 class TrainJob(Job):
@@ -156,6 +170,7 @@ class TrainJob(Job):
     publishing: PublishingConfig = field(default_factory=PublishingConfig)
     warm_start: WarmStartConfig | None = None  # first weights from another run
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
     # steps:50-60 writes a trace of those steps, and their times by operation, into the run folder
@@ -171,6 +186,10 @@ class TrainJob(Job):
         if self.profile is not None:
             profiled_steps(self.profile)
         check_at_least("world_size", self.world_size, 1)
+        if self.budget.price is not None and self.hardware.price_per_hour is None:
+            raise ConfigError(
+                f"budget.price={self.budget.price:g} needs the price of a rank for an hour: set hardware.price_per_hour"
+            )
         self._check_metrics()
         self._check_loss()
         if self.checkpoint.differential and self.parallel.has_replicas:

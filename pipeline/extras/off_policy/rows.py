@@ -51,7 +51,7 @@ MAX_PLACES = 10
 
 
 class Action(NamedTuple):
-    """The features of an action in the newest row that has it. position: of this row."""
+    """The features of an action in its newest row. position: of this row."""
 
     position: int
     dense: list[float]
@@ -104,7 +104,7 @@ class PolicyValue:
         if not weight.low <= 1.0 <= weight.high:
             found.append(
                 f"the mean weight is {weight.value:.3f} ({weight.low:.3f} to {weight.high:.3f}) instead of 1: the propensities are "
-                "not those of the log, or the log could not show actions that the policy chooses"
+                "not from this log, or the log could not show actions that the policy chooses"
             )
         if self.by_place:
             rows = [
@@ -220,7 +220,7 @@ class PolicyRows:
         wrong = ~((propensity >= 0.0) & (propensity <= 1.0))
         if wrong.any():
             raise TrainingError(
-                f"{wrong.sum():,} of {len(wrong):,} rows have a propensity that is no probability, such as "
+                f"{wrong.sum():,} of {len(wrong):,} rows have a propensity that is not a probability, such as "
                 f"{propensity[wrong][0]:g}: data.columns.propensity needs numbers from 0 to 1"
             )
         unit = np.where(groups == 0, positions, groups)

@@ -103,6 +103,11 @@ def _charts(records: Sequence[Record]) -> list[tuple[str, str]]:
     minutes = [(float(record.number), record.seconds / 60) for record in records if record.seconds]
     lines = [Line("tick", "train", minutes, marks=True)]
     found.append(("Minutes a window took", line_chart("minutes of each tick", "minutes", lines, "record")))
+    for key, what in (("training_price", "price"), ("training_rank_hours", "rank-hours")):
+        if costs := [(float(each.number), float(each.metrics[key])) for each in records if key in each.metrics]:
+            lines = [Line("tick", "train", costs, marks=True)]
+            found.append((f"What a training cost ({what})", line_chart(f"{what} of each tick", what, lines, "record")))
+            break
     return [(title, chart) for title, chart in found if chart]
 
 

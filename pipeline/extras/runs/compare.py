@@ -324,6 +324,10 @@ def _others(variants: Sequence[Variant]) -> dict[str, list[str]]:
         value = sum(values) / len(values) if values else math.nan
         return NONE if math.isnan(value) else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
+    def price(runs: list[Run]) -> str:
+        values = [run.cost["price"] for run in runs if run.cost.get("price") is not None]
+        return f"{sum(values):.4g}" if values else "-"
+
     def first(variant: Variant, value: Any) -> str:
         return str(value) if value else "-"
 
@@ -335,6 +339,7 @@ def _others(variants: Sequence[Variant]) -> dict[str, list[str]]:
         "input stall, %": [mean(each.runs, "input_stall_percent") for each in variants],
         "memory a rank, GiB": [mean(each.runs, "peak_memory_gb") for each in variants],
         "rank-hours": [f"{sum(run.rank_hours for run in each.runs):.3g}" for each in variants],
+        "price": [price(each.runs) for each in variants],
         "data set": [first(each, each.runs[0].config.get("data", {}).get("path")) for each in variants],
         "git": [first(each, each.runs[0].starts and each.runs[0].starts[-1].commit) for each in variants],
         "plan": [first(each, describe_plan(each.runs[0]).partition(": ")[2].partition(";")[0]) for each in variants],

@@ -16,6 +16,7 @@ from typing import Any
 
 from pipeline.config.saved_jobs import flatten, plain_values
 from pipeline.data.dataset import Dataset, load_dataset
+from pipeline.extras.price.cost import cost_of_run
 from pipeline.extras.runs.evaluation_stats import list_stats
 from pipeline.runtime.errors import ConfigError, DataError, PlanError
 from pipeline.runtime.storage import storage
@@ -249,6 +250,11 @@ class Run:
         """Return the cost of the run: hours times number of ranks (GPU hours if each rank has a GPU)."""
         ranks = max((start.world_size for start in self.starts), default=int(self.config.get("world_size", 1)))
         return self.seconds / 3600 * ranks
+
+    @cached_property
+    def cost(self) -> dict[str, Any]:
+        """Return the measured cost (extras/price); empty if it was not measured."""
+        return cost_of_run(self.path)
 
     def metrics(self, split: str) -> tuple[int, dict[str, float]]:
         """Return (step, metrics) of the chosen step, or else of the last measured step; (0, {}) if

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.checkpoint.retention import is_higher_better
+from pipeline.extras.price.cost import describe_cost
 from pipeline.extras.runs.compare import choose_split, labels_of
 from pipeline.extras.runs.folder import TAGS, Run
 from pipeline.runtime.errors import ConfigError
@@ -28,7 +29,7 @@ from pipeline.training.summary import by_label
 SHOWN = ("ne", "auc", "gauc", "mse", "recall_at_10", "mrr")
 LOGS, CHECKPOINTS = "logs", "checkpoints"
 COLUMNS = ("run", "state", "step", "seed", "split", "label")
-COSTS = ("samples/s", "rank-hours", "last", "tags")
+COSTS = ("samples/s", "rank-hours", "price", "last", "tags")
 
 
 def sorted_runs(runs: Sequence[Run], by: str) -> list[Run]:
@@ -68,7 +69,7 @@ def as_text(runs: Sequence[Run]) -> str:
         split = choose_split([run]) if measured[run.path] else "-"
         begin = [run.path, run.state, str(run.chosen_step), str(run.seed), split]
         end = [
-            f"{speed:,.0f}" if speed else "-", f"{run.rank_hours:.3g}", _time(_last_time(run)), ",".join(run.tags)
+            f"{speed:,.0f}" if speed else "-", f"{run.rank_hours:.3g}", _price(run), _time(_last_time(run)), ",".join(run.tags)
         ]  # fmt: skip
         for number, (label, metrics) in enumerate(of_labels[run.path].items()):
             shown = [f"{metrics[name]:.4f}" if name in metrics else "-" for name in names]
@@ -79,6 +80,10 @@ def as_text(runs: Sequence[Run]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in [header, *rows]
     )
+
+
+def _price(run: Run) -> str:
+    return "-" if run.cost.get("price") is None else f"{run.cost['price']:.4g}"
 
 
 def describe_run(run: Run) -> list[str]:
@@ -96,7 +101,8 @@ def describe_run(run: Run) -> list[str]:
         for label, of_label in by_label(metrics).items():
             values = "  ".join(f"{name} {value:.5g}" for name, value in of_label.items())
             lines.append(f"{split:<11} step {step}: {label}{': ' if label else ''}{values}")
-    lines.append(f"cost        {run.seconds:,.0f} s, {run.rank_hours:.3g} rank-hours")
+    measured = describe_cost(run.cost) if run.cost else f"{run.rank_hours:.3g} rank-hours"
+    lines.append(f"cost        {run.seconds:,.0f} s, {measured}")
     return lines
 
 
@@ -108,7 +114,7 @@ def as_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
     for run in runs:
         row: dict[str, Any] = {
             "run": run.path, "state": run.state, "step": run.step, "chosen_step": run.chosen_step, "seed": run.seed,
-            "tags": run.tags, "note": run.note, "rank_hours": run.rank_hours,
+            "tags": run.tags, "note": run.note, "rank_hours": run.rank_hours, "price": run.cost.get("price"),
             "samples_per_s": run.summary.get("throughput", {}).get("samples_per_s"),
             "commit": run.starts[-1].commit if run.starts else None,
         }  # fmt: skip

@@ -12,6 +12,7 @@ import yaml
 
 from pipeline.data.dataset import Dataset
 from pipeline.extras.pages.charts import Line, line_chart, style
+from pipeline.extras.price.cost import describe_cost
 from pipeline.extras.runs.compare import choose_split
 from pipeline.extras.runs.evaluation_stats import EvaluationStats, read_stats
 from pipeline.extras.runs.folder import PLAN, Run
@@ -180,7 +181,13 @@ def _cards(run: Run, split: str, step: int, metrics: dict[str, float]) -> list[t
             cards.append((f"{100 * share:.1f} %", text))
     if speed := run.summary.get("throughput", {}).get("samples_per_s"):
         cards.append((f"{speed:,.0f}", "samples a second"))
-    return [*cards, (_duration(run.seconds), f"of training; {run.rank_hours:.3g} rank-hours")]
+    return [
+        *cards,
+        (
+            _duration(run.seconds),
+            f"of training; {describe_cost(run.cost) if run.cost else f'{run.rank_hours:.3g} rank-hours'}",
+        ),
+    ]
 
 
 def warnings_of(run: Run, metrics: dict[str, float], stats: EvaluationStats | None) -> Iterator[str]:

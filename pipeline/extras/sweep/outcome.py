@@ -13,7 +13,7 @@ import numpy as np
 from pipeline.extras.pages.charts import Bar, Line, bar_chart, line_chart
 from pipeline.extras.runs.compare import Comparison, compare
 from pipeline.extras.runs.folder import open_run
-from pipeline.extras.sweep.run import SweepResult, value_of
+from pipeline.extras.sweep.run import SweepResult, cost_of_trial, value_of
 from pipeline.extras.sweep.study import as_overrides
 from pipeline.runtime.pages.html import cards, document, figure, legend, scrolled, table
 
@@ -74,16 +74,26 @@ def winner_command(result: SweepResult, between: str = " ") -> str:
     return between.join(["python -m pipeline train", *map(shlex.quote, words)])
 
 
+def _price(result: SweepResult) -> tuple[str, dict[int, float]]:
+    """Return what a point costs, and trial -> its cost: the price if it is known, otherwise rank-hours."""
+    costs = {trial.number: cost_of_trial(result.run_dir, trial.number) for trial in result.trials}
+    key = "price" if any(cost.get("price") is not None for cost in costs.values()) else "rank_hours"
+    return key.replace("_", "-"), {number: cost[key] for number, cost in costs.items() if cost.get(key) is not None}
+
+
 def _rows(result: SweepResult) -> tuple[list[str], list[list[str]]]:
-    """Return the knobs, and for each trial its place, number, metric, rungs, state and values."""
+    """Return the columns after the trial's metric, and for each trial its place, number, metric and
+    them: its cost, rungs, state and values."""
+    cost, costs = _price(result)
     keys = list(dict.fromkeys(key for trial in result.trials for key in trial.params))
 
     def cell(trial: optuna.trial.FrozenTrial, key: str) -> str:
         value = trial.params.get(key, "-")
         return f"{value:.4g}" if isinstance(value, float) else str(value)
 
-    return keys, [
-        [str(place), f"{trial.number:04d}", f"{value_of(trial):.5f}", str(len(trial.intermediate_values)),
+    return [cost, "rungs", "state", *keys], [
+        [str(place), f"{trial.number:04d}", f"{value_of(trial):.5f}",
+         f"{costs[trial.number]:.3g}" if trial.number in costs else "-", str(len(trial.intermediate_values)),
          trial.state.name.lower(), *(cell(trial, key) for key in keys)]
         for place, trial in enumerate(result.ranked, start=1)
     ]  # fmt: skip
@@ -91,7 +101,7 @@ def _rows(result: SweepResult) -> tuple[list[str], list[list[str]]]:
 
 def describe(result: SweepResult) -> str:
     keys, ranked = _rows(result)
-    rows = [["", "trial", result.metric, "rungs", "state", *keys], *ranked[:MAX_SHOWN]]
+    rows = [["", "trial", result.metric, *keys], *ranked[:MAX_SHOWN]]
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if len(ranked) > MAX_SHOWN:
@@ -103,6 +113,12 @@ def describe(result: SweepResult) -> str:
         + ", ".join(f"{count} {name}" for name, count in counts.items() if count)
         + f"; {result.steps_trained:,} of {result.steps_of_all:,} steps trained ({_share_of_steps(result):.0%})"
     )
+    if result.cost:
+        price = f", price {result.cost['price']:.4g}" if result.cost["price"] else ""
+        lines.append(
+            f"cost        {result.cost['hours']:.3g} hours of training, {result.cost['rank_hours']:.3g} rank-hours{price}"
+        )
+    lines += [f"ended by    {result.ended_by}; raise it and run the same command again"] if result.ended_by else []
     lines += [f"worth a look {remark}" for remark in on_edges(result)]
     if explained := importance(result.study):
         lines.append("importance  " + ", ".join(f"{key} {share:.0%}" for key, share in explained.items()))
@@ -126,11 +142,13 @@ def _charts(result: SweepResult, keys: Sequence[str]) -> list[str]:
     ]
     chart = line_chart("metric of each trial", result.metric, lines, "trial")
     drawn = [figure("Trials, and the best so far", chart)]
+    cost, costs = _price(result)
     for key in keys:
+        values = {trial.number: costs.get(trial.number) if key == cost else trial.params.get(key) for trial in in_order}
         pairs = sorted(
-            (float(trial.params[key]), value_of(trial))
+            (float(value), value_of(trial))
             for trial in in_order
-            if isinstance(trial.params.get(key), (int, float)) and math.isfinite(value_of(trial))
+            if isinstance(value := values[trial.number], (int, float)) and math.isfinite(value_of(trial))
         )
         if pairs:
             is_wide = pairs[0][0] > 0 and pairs[-1][0] / pairs[0][0] >= LOG_FROM
@@ -159,6 +177,6 @@ def render_page(result: SweepResult, title: str) -> str:
         *(["<h2>The finalists over their seeds</h2>", scrolled(compared.as_text(), "the finalists compared")] if compared else []),
         *(f"<p>Worth a look: {escape(remark)}.</p>" for remark in on_edges(result)),
         "<h2>The winner</h2>", scrolled(winner_command(result, " \\\n    ") + "\n", "the command that trains the winner"),
-        "<h2>Trials</h2>", table(("", "trial", result.metric, "rungs", "state", *keys), rows, (0, 2, 3), "trials"),
+        "<h2>Trials</h2>", table(("", "trial", result.metric, *keys), rows, (0, 2, 3, 4), "trials"),
     ]  # fmt: skip
     return document(f"Sweep {title}", body)

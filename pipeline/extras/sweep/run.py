@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint.retention import is_higher_better
 from pipeline.config.jobs.train import TrainJob
 from pipeline.data.dataset import load_dataset
 from pipeline.data.read.streams import num_steps
+from pipeline.extras.price.cost import cost_of_run
 from pipeline.extras.runs.folder import Run
 from pipeline.extras.sweep.config import SweepJob
 from pipeline.extras.sweep.launchers import LocalProcesses, SchedulerJobs, Training
@@ -28,6 +30,10 @@ Compose = Callable[[list[str]], TrainJob]  # overrides -> the training's job, ch
 logger = get_logger("pipeline.sweep")
 
 
+class BudgetUsed(Exception):
+    """The sweep may start no further training."""
+
+
 @dataclass
 class SweepResult:
     """The result of a sweep. words: overrides of all trials. steps_of_all: steps if no trial had ended early."""
@@ -40,6 +46,9 @@ class SweepResult:
     steps_of_all: int = 0
     # for each finalist its run folders, one per seed
     finalists: list[list[str]] = field(default_factory=list)
+    # of all trainings: hours, price and rank_hours so far; and the budget that ended the sweep
+    cost: dict[str, float] = field(default_factory=dict)
+    ended_by: str = ""
 
     @property
     def trials(self) -> list[optuna.trial.FrozenTrial]:
@@ -52,6 +61,11 @@ class SweepResult:
         sign = -1.0 if self.study.direction.name == "MAXIMIZE" else 1.0
         measured = [trial for trial in self.trials if trial.intermediate_values and trial.state.name != "FAIL"]
         return sorted(measured, key=lambda trial: (-(trial.last_step or 0), sign * value_of(trial), trial.number))
+
+
+def cost_of_trial(run_dir: str, number: int) -> dict[str, Any]:
+    """Return the cost of a trial's training; empty if it was not measured."""
+    return cost_of_run(storage.join(run_dir, "trials", f"{number:04d}"))
 
 
 def value_of(trial: optuna.trial.FrozenTrial) -> float:
@@ -77,12 +91,15 @@ def sweep(job: SweepJob, words: list[str], compose: Compose) -> SweepResult:
         result = SweepResult(job.run_dir, metric, study, words)
         trials = _Trials(job, words, compose, metric)
         asyncio.run(trials.search(study))
+        if not result.ranked and trials.ended_by:
+            raise TrainingError(f"{trials.ended_by}, before any trial had a result: raise it")
         if not result.ranked:
             raise TrainingError(f"every training of {job.run_dir} has failed; {job.run_dir}/trials/*.log say why")
-        if job.sweep.seeds > 1:
+        if job.sweep.seeds > 1 and not trials.ended_by:
             result.finalists = asyncio.run(trials.confirm(result.ranked))
     finally:
         lease.release()
+    result.cost, result.ended_by = trials.spent(), trials.ended_by
     last = num_rungs(job.sweep) - 1
     for trial in result.trials:
         result.steps_of_all += trials.steps_to(trial.params, last)
@@ -106,10 +123,40 @@ class _Trials:
         if config.scheduler is not None:
             self._launcher = SchedulerJobs(config.scheduler, config.scheduler_args, config.job_args, job.name)
         self._steps: dict[str, int] = {}  # of a complete training, by point
+        self.ended_by = ""  # the budget that is used up
+
+    def spent(self) -> dict[str, float]:
+        """Return what all trainings of the sweep have cost so far, running ones included."""
+        folder = storage.join(self.job.run_dir, "trials")
+        names = storage.list_folder(folder) if storage.is_folder(folder) else []
+        costs = [cost for name in names if (cost := cost_of_run(storage.join(folder, name)))]
+        found = {"hours": sum(cost["seconds"] for cost in costs) / 3600}
+        found |= {key: sum(cost[key] or 0.0 for cost in costs) for key in ("rank_hours", "price")}
+        return found
+
+    def _left(self, run_dir: str) -> list[str]:
+        """Return the budget that is left as overrides of a training. A budget counts all attempts of
+        the training. Raises BudgetUsed."""
+        words, spent, own = [], self.spent(), cost_of_run(run_dir)
+        own = {"hours": own.get("seconds", 0.0) / 3600, "price": own.get("price") or 0.0}
+        for key in ("hours", "price"):
+            if (limit := getattr(self.job.budget, key)) is None:
+                continue
+            if spent[key] >= limit:
+                self.ended_by = self.ended_by or f"budget.{key}={limit:g} is used up ({spent[key]:.4g})"
+                logger.info("%s: no further training is started", self.ended_by)
+                raise BudgetUsed
+            words.append(f"budget.{key}={limit - spent[key] + own[key]}")
+        return words
 
     async def search(self, study: optuna.Study) -> None:
         search = Search(study, self.job.sweep, self._measure)
-        await asyncio.gather(*(search.run() for _ in range(self.job.sweep.parallel)))
+
+        async def run() -> None:
+            with suppress(BudgetUsed):  # the trial is begun again if the sweep gets a larger budget
+                await search.run()
+
+        await asyncio.gather(*(run() for _ in range(self.job.sweep.parallel)))
 
     async def _measure(self, number: int, point: Point, rung: int) -> float | None:
         is_last, steps = rung == num_rungs(self.job.sweep) - 1, self.steps_to(point, rung)
@@ -129,7 +176,8 @@ class _Trials:
         training = Training(run_dir, [*self.words, *words, f"run_dir={run_dir}"], self.job.trainer.lease_ttl_s)
         starts = self.job.sweep.retries + 1
         while (value := self._result(run_dir, steps)) is None and starts:
-            ended = await self._launcher.run(training)
+            words_of_budget = self._left(run_dir)
+            ended = await self._launcher.run(replace(training, words=[*training.words, *words_of_budget]))
             starts = 0 if ended.is_mistake else starts - 1
             if (value := self._result(run_dir, steps)) is None:
                 again = "is started again" if starts else f"has failed: {_last_line(training.log)}"
@@ -167,7 +215,8 @@ class _Trials:
             async with free:
                 words = [*as_overrides(trial.params), f"trainer.seed={seed}"]
                 steps = self.steps_to(trial.params, num_rungs(config) - 1)
-                await self._train(self._folder(trial.number, seed), words, steps)
+                with suppress(BudgetUsed):
+                    await self._train(self._folder(trial.number, seed), words, steps)
 
         seeds = range(seed + 1, seed + config.seeds)
         await asyncio.gather(*(train(trial, each) for trial in best for each in seeds))

@@ -293,6 +293,8 @@ SETTINGS_OF_EXTRAS = {
     "logger.heartbeat_url": "heartbeat",
     "logger.tracker": "tracker",
     "trainer.average.kind": "average",
+    "budget.hours": "price",
+    "budget.price": "price",
 }
 
 

@@ -71,7 +71,7 @@ class Evaluation(Hook):
             self._evaluate(state)
 
     def on_step_end(self, state: TrainingState) -> None:
-        if state.preempted or not (state.is_evaluation_due(self.job.trainer) or state.is_last):
+        if state.preempted or not (state.is_evaluation_due(self.job.trainer) or state.is_over):
             return
         try:
             self._evaluate(state)

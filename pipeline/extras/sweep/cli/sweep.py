@@ -17,13 +17,15 @@ from pipeline.config.jobs.train import TrainJob
 from pipeline.extras.sweep.config import SweepJob
 from pipeline.runtime.storage import storage
 
-OWN = ("sweep", "run_dir", "sweep.")  # words for the sweep, not for trainings
+OWN = ("sweep", "run_dir")  # words for the sweep, not for trainings, next to sweep.* and budget.*
 
 
 def training_words(words: list[str]) -> list[str]:
     """Return the overrides and flags of every training of the sweep."""
     overrides, flags = split_flags(words)
-    kept = [word for word in overrides if not word.startswith("sweep.") and word.partition("=")[0] not in OWN]
+    kept = [
+        word for word in overrides if not word.startswith(("sweep.", "budget.")) and word.partition("=")[0] not in OWN
+    ]
     return [*kept, *(f"{name}={value}" for name, value in flags.items() if name == "--config-dir")]
 
 
