@@ -240,6 +240,8 @@ def _data_slices(
         (counts, now), (_, then) = shares
         stability = ((now - then) * np.log(now / then)).sum(axis=1)
         for number, name in enumerate(everything):
+            if not stability[number]:
+                continue
             rate = (
                 now[number, 1] / now[number].sum() - then[number, 1] / then[number].sum() if labels is not None else 0.0
             )
