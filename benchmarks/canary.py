@@ -260,7 +260,7 @@ def measure(
     kept = f"{taken:.5f}, {(taken - share) / error:+.2f} standard errors"
     return [
         _figure(f"answers with rows of two versions; {len(found.versions):,} versions served", found.answers, f"answers, {found.rows:,} rows", f"{found.mixed} mixed"),
-        _figure("logged scores that are not those of their version", logged, "scores", f"{wrong} wrong"),
+        _figure("logged scores that differ from the score of their version", logged, "scores", f"{wrong} wrong"),
         _figure(f"share of the canary, {share:g} wanted", found.offered, "answers while there was one", kept),
         _figure("answers by the canary although the key is not its", found.by_canary, "answers by the canary", f"{found.strayed} strayed"),
         _figure("answers by the champion because the canary failed", found.fallbacks, "answers", f"{found.overloaded} more were refused"),
