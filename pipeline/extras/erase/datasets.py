@@ -77,6 +77,11 @@ def erase_from_dataset(target: Target, folder: Rewritten, known: dict[str, Datas
     """
     path, staged = os.path.join(folder.path, below), os.path.join(folder.staged, below)
     dataset = load_dataset(path)
+    if sides := [side.path for side in dataset.side_tables if os.path.exists(os.path.join(path, side.path))]:
+        raise EraseError(
+            f"{path} has columns of data.joins in {sides[0]}, which erase does not rewrite: remove the value from the source "
+            "and from the joined tables, prepare again into another data.path, and remove this folder"
+        )
     features = features_of(dataset, target.feature)
     for feature in features:
         refuse_hashed(feature, target.value)

@@ -24,6 +24,9 @@ from pipeline.data.prepare.run import describe, prepare
 from pipeline.data.raw.source import find_sources
 from pipeline.data.read.reader import ShardReader
 from pipeline.data.read.value_index import index_values
+from pipeline.extras.erase.datasets import erase_from_dataset
+from pipeline.extras.erase.folders import EraseError, Rewritten
+from pipeline.extras.erase.target import Target
 from pipeline.extras.joins.config import JoinConfig
 from pipeline.extras.joins.versions import read_versions
 from pipeline.extras.select_features.subset import data_without
@@ -261,6 +264,13 @@ def test_rows_without_a_time_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         job_of(tmp_path, "data", joins=(FEW,), columns=columns, split=SplitConfig(), transforms={})
     assert_says(raised, "data.columns.timestamp=", "leaks")
+
+
+def test_erase_refuses_a_data_set_whose_side_tables_it_would_leave(tables: Path) -> None:
+    path = prepare(job_of(tables, "data")).path
+    with pytest.raises(EraseError) as raised:
+        erase_from_dataset(Target("user", "3"), Rewritten(path), {})
+    assert_says(raised, "joins/0.parquet", "prepare again")
 
 
 def test_a_damaged_side_table_or_version_is_found(tables: Path) -> None:
