@@ -32,6 +32,7 @@ def wanted(small_artifact: ExportSummary, rows: list[dict[str, object]]) -> np.n
     return pipeline.Artifact(small_artifact.artifact).predict(rows)
 
 
+@pytest.mark.long
 def test_duckdb_scores_in_sql(small_artifact: ExportSummary, rows: list[dict[str, object]], wanted: np.ndarray) -> None:
     import duckdb
 

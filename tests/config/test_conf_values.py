@@ -34,7 +34,7 @@ OTHERWISE = {
     "beside": "history",  # of the example of a sequence
     "low": 0.005,  # of the example of a knob, as are the two that follow
     "high": 0.2,
-    "log": True,
+    "log": {"": True},
     "hardware.ddr_gb_per_s": 20.0,
     "hardware.inter_host_gb_per_s": 12.5,
 }

@@ -116,7 +116,7 @@ def test_dense_columns_have_transforms_of_their_own_alike_in_serving(tmp_path: P
     encoder = RowEncoder(schema_of(dataset, [], ColumnsConfig(), {}), {})
     table = pa.table(dict.fromkeys("abcd", pa.array([None if math.isnan(v) else v for v in values[:4]])))
     few = ColumnLists(schema_of_columns(encoder.layout.columns), [table[name].to_pylist() for name in "abcd"], 4)
-    for dense in (encoder.encode(table).dense, encoder.encode(few).dense, encoder._encode_table(table).dense):
+    for dense in (encoder.encode(table).dense, encoder.encode(few).dense, encoder.encode_as_prepare(table).dense):
         assert dense.numpy().tolist() == [[rows[name][row] for name in "abcd"] for row in range(4)]
 
 

@@ -84,6 +84,7 @@ def runs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return folders
 
 
+@pytest.mark.long
 def test_metrics_and_statistics_are_those_of_repeated_rows(runs: tuple[Path, Path]) -> None:
     for split in ("validation", "test"):
         weighted, repeated = (json.loads((run / f"evaluation.{split}.step_24.json").read_text()) for run in runs)

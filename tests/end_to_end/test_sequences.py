@@ -188,7 +188,7 @@ def test_few_rows_and_whole_tables_are_encoded_alike(rows: list[Any]) -> None:
             columns[name].append(value)
     schema = schema_of(encoder.layout.columns)
     table = pa.table([pa.array(columns[name], schema.field(name).type) for name in schema.names], schema=schema)
-    whole = encoder._encode_table(table)
+    whole = encoder.encode_as_prepare(table)
     few = encoder.encode(ColumnLists(schema, [columns[name] for name in schema.names], len(rows)))
     for part in ("values", "offsets"):
         assert getattr(whole, part).tolist() == getattr(few, part).tolist()

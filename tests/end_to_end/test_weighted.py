@@ -204,7 +204,7 @@ def test_few_rows_and_whole_tables_are_encoded_alike(rows: list[Any]) -> None:
     encoder = RowEncoder(RawSchema([], features, "none", "|"), dict.fromkeys(["tags", "words"], indexed))
     schema, words = schema_of(encoder.layout.columns), [["v1", "v2"]] * len(rows)
     table = pa.table([pa.array(rows, schema.field(0).type), pa.array(words, schema.field(1).type)], schema=schema)
-    whole = encoder._encode_table(table)
+    whole = encoder.encode_as_prepare(table)
     few = encoder.encode(ColumnLists(schema, [rows, words], len(rows)))
     for part in ("values", "offsets", "weights"):
         assert torch.equal(getattr(whole, part), getattr(few, part))

@@ -93,6 +93,7 @@ def test_a_truncated_deleted_or_zeroed_file_rejects_its_step_and_the_one_before_
     fault(9, f"{len(cases)} of {len(cases)} rejected, step N-1 loaded exactly", count=len(cases))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [3, pytest.param(300, marks=pytest.mark.campaign)])
 def test_no_flipped_bit_is_loaded(
     ranks: RankPool, saved: tuple[str, dict[int, str]], tmp_path: Path, fault: FaultRecorder, count: int

@@ -38,6 +38,7 @@ def test_its_model_trains_with_its_task_and_optimizer_and_resumes(gone: dict[str
     assert 0.5 < gone["metrics"]["auc"] < 1.0
 
 
+@pytest.mark.long
 def test_its_hook_counts_steps_and_goes_on_counting_after_a_resume(gone: dict[str, Any]) -> None:
     logged = [json.loads(line) for line in gone["log"].splitlines()]
     counted = [line["counted_steps"] for line in logged if line["kind"] == "train"]

@@ -41,7 +41,7 @@ def encoder_of(lists: list[list[str]]) -> RowEncoder:
 
 
 def assert_same(encoder: RowEncoder, table: pa.Table) -> None:
-    found, wanted = encoder._encode_whole(table), encoder._encode_table(table)
+    found, wanted = encoder._encode_whole(table), encoder.encode_as_prepare(table)
     assert found is not None
     assert found.dense.numpy().tobytes() == wanted.dense.numpy().tobytes()
     assert torch.equal(found.values, wanted.values) and torch.equal(found.offsets, wanted.offsets)
@@ -76,7 +76,7 @@ def test_rows_as_lists_and_as_a_table_have_the_same_ids() -> None:
     rows = [{"d": 1.0, "c0": "red", "c1": "blue", "h": "7"}, {"e": 2.5, "c0": "", "c1": None, "g": "x"}] * MIN_ROWS
     table = pa.Table.from_pylist(rows, schema=schema_of(encoder.layout.columns))
     lists = ColumnLists(table.schema, [column.to_pylist() for column in table.columns], table.num_rows)
-    found, wanted = encoder._encode_whole(lists), encoder._encode_table(table)
+    found, wanted = encoder._encode_whole(lists), encoder.encode_as_prepare(table)
     assert found is not None and torch.equal(found.values, wanted.values) and torch.equal(found.dense, wanted.dense)
 
 
@@ -119,7 +119,7 @@ def test_requests_of_whole_numbers_and_of_text_are_scored_together(by_kernels: b
             with pa.ipc.new_stream(sink, table.schema) as writer:
                 writer.write_table(table)
             parts.append(reader.read(sink.getvalue().to_pybytes(), ARROW_TYPE))
-            found, whole = encoder.encode(parts[-1]), encoder._encode_table(table)
+            found, whole = encoder.encode(parts[-1]), encoder.encode_as_prepare(table)
             assert torch.equal(found.values, whole.values) and torch.equal(found.dense, whole.dense)
             wanted.append(whole.values.view(4, num_rows))
     assert {part.schema.field("c0").type for part in parts} == {pa.int64(), pa.string()}

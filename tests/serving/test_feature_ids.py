@@ -110,7 +110,7 @@ def test_rows_by_the_short_way_are_rows_by_prepares(lists: list[list[str]], room
         asked = reader.read_json(msgspec.json.encode({"rows": rows}))
         assert isinstance(asked, ColumnLists)
         found, table = encoder.encode(asked), asked.to_table()
-        long_way = encoder._encode_table(table)
+        long_way = encoder.encode_as_prepare(table)
         for other in (long_way, encoder.encode(table), encoder.encode(concat_rows([asked, table.slice(0, 0)]))):
             assert found.dense.numpy().tobytes() == other.dense.numpy().tobytes()
             assert torch.equal(found.values, other.values) and torch.equal(found.offsets, other.offsets)

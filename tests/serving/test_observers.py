@@ -36,10 +36,12 @@ def test_an_observer_sees_what_was_answered_and_ends_with_the_server(tmp_path: P
     assert lines.read_text().splitlines() == ["mine-1 v1 2", f"{own} v1 1", "end"]
 
 
-def test_an_observer_that_fails_fails_no_request(tmp_path: Path) -> None:
+def test_an_observer_that_fails_fails_no_request_and_a_router_can_turn_one_away(tmp_path: Path) -> None:
     options = [f"observers.line_for_each.path={tmp_path / 'lines'}", "observers.line_for_each.fails=true"]
+    options.append("router.doorkeeper.refused=not-")
     with server_of(write_artifact(tmp_path, "v1"), PLUGIN, *options) as server:
         assert all(post(server, [ROW]).status_code == 200 for _ in range(3))
+        assert post(server, [ROW], headers={"X-Request-ID": "not-me"}).status_code == 403
         wait_until(lambda: server.metric("observer_failures_total") == 3)
         assert "no line today" in server.log()
 

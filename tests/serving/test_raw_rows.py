@@ -78,6 +78,7 @@ def _mixed_artifact(ranks: RankPool, folder: Path, described: str) -> tuple[str,
     return summary.artifact, load_config(TrainJob, overrides), str(source)
 
 
+@pytest.mark.long
 def test_raw_rows_with_lists_hashes_missing_values_and_bad_rows_score_as_prepared(
     mixed: tuple[str, TrainJob, str],
 ) -> None:
@@ -166,7 +167,7 @@ def test_rows_as_lists_are_encoded_as_rows_of_a_table(mixed: tuple[str, TrainJob
     """What JSON brings, a few rows at a time, by the short way; the table, whole, by prepare's."""
     artifact, job, source = mixed
     encoder, rows = Predictor.load(artifact).encoder, raw_blocks(job.data, source)
-    wanted = encoder._encode_table(rows)
+    wanted = encoder.encode_as_prepare(rows)
     lists = ColumnLists(
         schema_of(encoder.layout.columns),
         [
@@ -189,4 +190,4 @@ def test_rows_as_lists_are_encoded_as_rows_of_a_table(mixed: tuple[str, TrainJob
             ends = wanted.offsets[feature * rows.num_rows], wanted.offsets[(feature + 1) * rows.num_rows]
             assert torch.equal(torch.cat(ids), wanted.values[ends[0] : ends[1]])
     table = lists.slice(0, 100).to_table()
-    assert torch.equal(encoder.encode(table).values, encoder._encode_table(table).values)
+    assert torch.equal(encoder.encode(table).values, encoder.encode_as_prepare(table).values)

@@ -62,6 +62,7 @@ def trained(ranks: RankPool, prepared_clicks: str, tmp_path_factory: pytest.Temp
     return ranks.run(2, train_on_rank, overrides)[0]
 
 
+@pytest.mark.long
 def test_a_run_leaves_all_that_its_summary_names(trained: TrainSummary) -> None:
     assert (trained.step, trained.stopped_early) == (STEPS, False)
     run_dir = Path(trained.run_dir)

@@ -53,6 +53,7 @@ NUMBERS = {
     Purpose.VERSION: "version",
     Purpose.CHAMPION: "number",
     Purpose.PIN: "number",
+    Purpose.CANARY: "number",
 }
 
 

@@ -142,6 +142,7 @@ def test_raw_rows_of_a_request_hold_the_joined_columns(tables: Path) -> None:
         assert np.array_equal(rows[name].to_numpy()[order], prepared[name].to_numpy())
 
 
+@pytest.mark.long
 def test_a_later_window_continues_vocabularies_and_reads_the_grown_table(tables: Path) -> None:
     for source, joins in (("rows.parquet", (ITEMS, USERS)), ("joined.parquet", ())):
         join_beforehand(tables)

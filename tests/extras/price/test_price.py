@@ -52,6 +52,7 @@ def test_counters_are_read_from_the_host(tmp_path: Path, monkeypatch: pytest.Mon
     assert (lost := meter.Meter(of_host=True).read())["energy_j"] is None and lost["network_bytes"] is None
 
 
+@pytest.mark.long
 def test_a_budget_ends_a_run_with_its_results_and_a_larger_one_continues_it(
     ranks: RankPool, prepared_clicks: str, tmp_path: Path
 ) -> None:

@@ -99,6 +99,7 @@ def test_an_artifact_after_a_delta_scores_as_a_whole_export_of_its_step(
     assert torch.equal(predictor.lookup.stored(25, ids), expected)
 
 
+@pytest.mark.long
 def test_scores_of_files_and_frames_are_with_deltas_where_that_is_asked_for(
     published: str, small_artifact: ExportSummary, rows: pa.Table, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -74,6 +74,7 @@ def _certificate(artifact: Path | str, folder: Path, data: str, *words: str) -> 
     return skew(load_config(SkewJob, [f"artifact={artifact}", f"log={folder}", f"data_path={data}", *words]))
 
 
+@pytest.mark.long
 def test_each_answer_is_logged_and_each_score_is_computed_again(
     small_artifact: ExportSummary, prepared_clicks: str, tmp_path: Path
 ) -> None:

@@ -217,7 +217,7 @@ def test_a_sweep_trains_ordinary_runs_and_goes_on_where_it_was(prepared_clicks: 
     )
     assert all(len(folders) == 2 for folders in result.finalists)
     page = render_page(result, "a & b")
-    assert "a &amp; b" in page and page.count("<svg") == 2 and not re.search(r"(src|href)=|https?:", page)
+    assert "a &amp; b" in page and page.count("<svg") == 3 and not re.search(r"(src|href)=|https?:", page)
 
 
 @pytest.mark.usefixtures("warm")

@@ -96,7 +96,7 @@ def _assert_served_rows_are_prepared_rows(folder: Path, rows: list[dict[str, Any
     shards = pa.concat_tables([read_split(folder / "ds", dataset, name) for name in ("train", "validation")])
     for way in ("lists", "table", "many rows"):  # the last without the shorter way of a few rows
         raw = _raw(encoder, rows, way == "lists")
-        encoded = encoder.encode(raw) if way != "many rows" else encoder._encode_table(raw)
+        encoded = encoder.encode(raw) if way != "many rows" else encoder.encode_as_prepare(raw)
         assert encoded.kept.tolist() == list(range(len(rows)))
         dense = np.stack([shards[name].to_numpy() for name in dataset.dense_features], axis=1)
         np.testing.assert_array_equal(encoded.dense.numpy(), dense)
