@@ -54,7 +54,8 @@ def load_artifact(
 ) -> Scorer:
     """Return a Predictor, or for a two-tower a retriever. With `job`, return the one for scoring files.
 
-    deltas: apply the artifact's deltas; False: say if there are any; None: the caller applies them.
+    deltas: True: apply the artifact's deltas; False: log a line if there are any; None: the caller
+    applies them.
     """
     import torch
 
@@ -82,7 +83,10 @@ def _apply_deltas(predictor: Predictor, artifact: str, wanted: bool) -> None:
     newest = newest_sequence(deltas_folder(artifact))
     if newest and not wanted:
         logger.warning(
-            "%s has deltas, to number %d. A server applies them; this does not without deltas=true", artifact, newest
+            "%s has deltas, to number %d, which a server applies. These scores are without them; add deltas=true to "
+            "apply them",
+            artifact,
+            newest,
         )
     elif newest:
         predictor.catch_up(artifact)
