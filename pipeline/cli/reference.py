@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
 import yaml
@@ -158,6 +158,8 @@ def _comments(path: Path) -> dict[str, tuple[str, str]]:
 def _kind(hint: Any) -> str:
     if is_optional(hint):
         return f"{_kind(next(part for part in get_args(hint) if part is not NoneType))} or null"
+    if isinstance(hint, UnionType):
+        return " or ".join(map(_kind, get_args(hint)))
     if get_origin(hint) is list:
         return f"list of {_kind(get_args(hint)[0])}"
     if get_origin(hint) is dict:

@@ -11,12 +11,12 @@ import pytest
 
 from pipeline.config.jobs.evaluate import PredictJob
 from pipeline.data.raw.blocks import Source
-from pipeline.runtime.errors import ConfigError
+from pipeline.runtime.errors import ConfigError, ServingError
 from pipeline.serving.scoring.predict import predict
 from pipeline.serving.scoring.prediction import PredictSummary, shard_output, sources_of_shard
 from tests.serving.predictions import job_of, rows_of, write
 from tests.serving.stand_in import REFUSED_CITY, StandIn
-from tests.support.messages import names
+from tests.support.messages import mentions, names
 
 NUM_FILES = 7
 
@@ -61,6 +61,41 @@ def test_shards_together_are_a_single_run(folder: Path, tmp_path: Path, num_shar
     assert not manifest.exists()  # the others are of another prediction
 
 
+def test_shards_scored_by_two_versions_are_refused(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A shard that starts after a new delta or artifact does not go on where the others have an older one."""
+    output, manifest = tmp_path / "many.parquet", tmp_path / "many.parquet.manifest.json"
+
+    def shard(number: int, sequence: int, *more: str, meanwhile: bool = False) -> PredictSummary:
+        words = [f"shard={number}", "num_shards=2", "id_columns=[user]", "max_quarantined_fraction=0.2", *more]
+
+        class Changing(StandIn):
+            def score(self, rows: object) -> object:  # type: ignore[override]
+                if meanwhile and not self.batches:
+                    shard(1, 2)
+                return super().score(rows)  # type: ignore[arg-type]
+
+        return predict(job_of(folder, output, *words), lambda _: Changing(f"stand-in+{sequence}"))
+
+    said = names("shard 0 1 stand-in+1 stand-in+2 deltas= overwrite=true")
+    with pytest.raises(ServingError, match=said):
+        shard(0, 1, meanwhile=True)  # both had begun before either ended
+    with pytest.raises(ServingError, match=said):
+        shard(0, 1)
+    assert not manifest.exists()
+    shard(1, 1, "overwrite=true")
+    assert {each["file"] for each in json.loads(manifest.read_text())["shards"]} == {
+        Path(shard_output(str(output), number, 2)).name for number in range(2)
+    }
+    shard(0, 2, "overwrite=true")
+    assert mentions(caplog.text, "no manifest yet stand-in+2") and not manifest.exists()
+    with pytest.raises(ServingError, match=said):
+        shard(1, 1)
+    shard(1, 2, "overwrite=true")
+    assert json.loads(manifest.read_text())["subject"]["artifact"] == "stand-in+2"
+
+
 @pytest.mark.parametrize("sizes", [[1] * 10, [0, 0, 5], [100, 1, 1, 1], [3], [1, 1, 1, 1000]])
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 8])
 def test_each_file_belongs_to_one_shard_and_shards_keep_the_order(sizes: list[int], num_shards: int) -> None:
@@ -72,3 +107,5 @@ def test_each_file_belongs_to_one_shard_and_shards_keep_the_order(sizes: list[in
 def test_a_shard_that_there_is_not_is_refused() -> None:
     with pytest.raises(ConfigError, match=names("shard 3 2")):
         PredictJob(artifact="a", source="b", output="c.csv", num_shards=3, shard=3)
+    with pytest.raises(ConfigError, match=names("deltas=0")):
+        PredictJob(artifact="a", source="b", output="c.csv", deltas=0)

@@ -27,8 +27,8 @@ class Artifact:
     """An exported model. `path` is its folder, a link to it, or a registry, whose champion is used.
 
     memory: "ram", or "ssd" to keep tables on an SSD. compiled: run the compiled layers. deltas:
-    apply the published deltas, as a server does. require_signature: public keys, one of which must have
-    signed the artifact. Several threads may use it; rows are scored
+    apply the published deltas, as a server does, or those up to a number. require_signature: public keys,
+    one of which must have signed the artifact. Several threads may use it; rows are scored
     one call after the other. Raises UserError if there is no intact artifact.
     """
 
@@ -38,7 +38,7 @@ class Artifact:
         *,
         memory: str = "ram",
         compiled: bool = False,
-        deltas: bool = False,
+        deltas: bool | int = False,
         require_signature: str | list[str] | None = None,
     ) -> None:
         from pipeline.serving.artifact.manifest import read_manifest

@@ -152,7 +152,8 @@ class PredictJob(Job):
     encoding: str = "utf-8"  # of text files
     quotes: str = "doubled"  # a quote inside a quoted cell of csv: "" or, as Spark writes it, \"
     id_columns: list[str] = field(default_factory=list)
-    deltas: bool = False  # apply the artifact's deltas, as a server does
+    # true: apply the artifact's deltas, as a server does; a number: those up to this number
+    deltas: bool | int = False
     memory: str = "ram"
     ssd: SsdConfig = field(default_factory=SsdConfig)
     retrieve: RetrieveConfig = field(default_factory=RetrieveConfig)
@@ -178,6 +179,8 @@ class PredictJob(Job):
         check_given("output", self.output)
         check_at_least("num_shards", self.num_shards, 1)
         check_within("shard", self.shard, 0, self.num_shards - 1)
+        if type(self.deltas) is not bool and self.deltas < 1:
+            raise ConfigError(f"deltas={self.deltas} must be true, false, or the number of the last delta to apply")
         check_memory(self.memory)
         if self.format is not None:
             find("format", self.format)

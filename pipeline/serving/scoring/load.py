@@ -50,12 +50,12 @@ def load_artifact(
     threads: int | None,
     compiled: bool,
     job: PredictJob | None = None,
-    deltas: bool | None = None,
+    deltas: bool | int | None = None,
 ) -> Scorer:
     """Return a Predictor, or for a two-tower a retriever. With `job`, return the one for scoring files.
 
-    deltas: True: apply the artifact's deltas; False: log a line if there are any; None: the caller
-    applies them.
+    deltas: True: apply the artifact's deltas; a number: those up to it; False: log a line if there are
+    any; None: the caller applies them.
     """
     import torch
 
@@ -77,10 +77,13 @@ def load_artifact(
     return loaded
 
 
-def _apply_deltas(predictor: Predictor, artifact: str, wanted: bool) -> None:
+def _apply_deltas(predictor: Predictor, artifact: str, wanted: bool | int) -> None:
     from pipeline.serving.artifact.deltas import deltas_folder, newest_sequence
 
     newest = newest_sequence(deltas_folder(artifact))
+    last = newest if isinstance(wanted, bool) else wanted
+    if last > newest:
+        raise ServingError(f"deltas={last}: the newest delta of {artifact} is number {newest}; deltas=true applies all")
     if newest and not wanted:
         logger.warning(
             "%s has deltas, to number %d, which a server applies. These scores are without them; add deltas=true to "
@@ -89,8 +92,8 @@ def _apply_deltas(predictor: Predictor, artifact: str, wanted: bool) -> None:
             newest,
         )
     elif newest:
-        predictor.catch_up(artifact)
-        if predictor.sequence < newest:
+        predictor.catch_up(artifact, last)
+        if predictor.sequence < last:
             raise ServingError(
                 f"delta {predictor.sequence + 1} of {artifact} cannot be applied; the log says why. Without "
                 "deltas=true the scores are those of the export"

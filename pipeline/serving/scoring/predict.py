@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeline.config.jobs.evaluate import PredictJob
+from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.process.processes import none_while_importing, only_one_run
 from pipeline.runtime.storage import storage
@@ -29,6 +30,7 @@ from pipeline.serving.scoring.prediction import (
     check_refused,
     find_finished,
     job_of_shard,
+    other_version,
     publish_manifest,
     publish_report,
     sources_of_shard,
@@ -51,8 +53,8 @@ def predict(
     <output>.quarantine.jsonl.
 
     With num_shards this shard's files are written, and the last shard to end writes the manifest of
-    all shards. Raises ServingError: artifact or source cannot be read, too many rows are bad, or
-    job.output holds other scores.
+    all shards. Raises ServingError: artifact or source cannot be read, too many rows are bad,
+    job.output holds other scores, or another shard was scored by another version.
     """
     started = time.monotonic()
     # Here, so that a typo in the command fails before torch and pyarrow are imported.
@@ -70,6 +72,8 @@ def predict(
     else:
         scorer = load(job)
     subject = subject_of(job, scorer, sources, job.format or format_of(sources, scorer.columns))
+    if (problem := other_version(whole, subject)) and not job.overwrite:
+        raise ServingError(problem)
     if finished := find_finished(job, subject):
         publish_manifest(whole)
         return finished
@@ -87,7 +91,11 @@ def predict(
         write_output(job, schema, staged)
         summary = publish_report(job, scorer, own, staged)
         storage.remove(staging)
-    if publish_manifest(whole):
+    if problem := other_version(whole, subject):  # both were scoring when the artifact or its deltas changed
+        if not job.overwrite:
+            raise ServingError(problem)
+        logger.warning("no manifest is written yet: %s", problem)
+    elif publish_manifest(whole):
         logger.info("all %d shards are done: %s%s", job.num_shards, whole.output, MANIFEST_SUFFIX)
     seconds = time.monotonic() - started
     return replace(summary, num_scored_before=scored_before, seconds=seconds, columns=list(schema.names))

@@ -167,6 +167,23 @@ def sources_of_shard(sources: Sequence[Source], shard: int, num_shards: int) -> 
     return found
 
 
+def other_version(job: PredictJob, subject: dict[str, Any]) -> str:
+    """Return which other shard has scored the same rows by another version of the artifact; "" if none has."""
+
+    def rows(about: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in about.items() if name not in ("artifact", "shard", STATE)}
+
+    for shard in range(job.num_shards):
+        about = _report(shard_output(job.output, shard, job.num_shards)).get("subject", {})
+        if shard != job.shard and rows(about) == rows(subject) and about["artifact"] != subject["artifact"]:
+            return (
+                f"shard {shard} of {job.output} was scored by version {about['artifact']}, and shard {job.shard} by "
+                f"{subject['artifact']}: one output has one version. Give all shards the same artifact and "
+                "deltas=<the number after the +> (deltas=false if there is none), and overwrite=true to score a shard again"
+            )
+    return ""
+
+
 def publish_manifest(job: PredictJob) -> bool:
     """Write the manifest if every shard has a report of the same prediction. Return True if it was
     written.

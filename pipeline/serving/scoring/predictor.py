@@ -186,10 +186,11 @@ class Predictor:
         """Return the time in seconds since 1970 at which the serving step was saved; None if it is unknown."""
         return self.applied.saved_at if self.applied else self.manifest.exported_at
 
-    def catch_up(self, artifact: str) -> None:
-        """Apply the deltas of `artifact` before serving. Stop before a delta that is damaged or does not fit."""
+    def catch_up(self, artifact: str, last: int | None = None) -> None:
+        """Apply the deltas of `artifact` before serving, to number `last`. Stop before one that is damaged or does not fit."""
         try:
-            for sequence in range(self.sequence + 1, newest_sequence(deltas_folder(artifact)) + 1):
+            newest = newest_sequence(deltas_folder(artifact)) if last is None else last
+            for sequence in range(self.sequence + 1, newest + 1):
                 self.apply(stage_delta(artifact, self.manifest, sequence))
         except Exception as error:  # as a running server, which refuses the delta whatever is wrong with it
             logger.error("%s serves delta %d, and not the ones after it: %s", artifact, self.sequence, error)

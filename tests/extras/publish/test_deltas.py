@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import random
@@ -18,7 +19,7 @@ import torch
 
 from pipeline.cli.api.artifact import Artifact
 from pipeline.cli.command_line import load_config
-from pipeline.config.jobs.evaluate import ExportJob
+from pipeline.config.jobs.evaluate import ExportJob, PredictJob
 from pipeline.config.jobs.train import TrainJob
 from pipeline.config.serving import BatchingConfig
 from pipeline.extras.publish.job import PublishJob
@@ -42,6 +43,7 @@ from pipeline.serving.artifact.manifest import read_manifest
 from pipeline.serving.artifact.writer import write_bytes
 from pipeline.serving.http.batching import Batcher, Scores, ServerMetrics
 from pipeline.serving.scoring.load import find_folder
+from pipeline.serving.scoring.predict import predict
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.training.train import train
 from tests.serving.servers import ROW, running
@@ -107,6 +109,33 @@ def test_scores_of_files_and_frames_are_with_deltas_where_that_is_asked_for(
     assert mentions(caplog.text, f"{published} has deltas to number 1 deltas=true")
     np.testing.assert_array_equal(Artifact(published, memory="ssd", deltas=True).predict(rows), new)
     assert not np.array_equal(base, new)
+
+
+@pytest.mark.long
+def test_a_shard_that_begins_after_a_delta_is_refused_and_a_number_gives_all_shards_one_version(
+    published: str, prepared_clicks: str, tmp_path: Path
+) -> None:
+    raw = (Path(prepared_clicks).parent / "clicks.tsv").read_text().splitlines(keepends=True)
+    (tmp_path / "in").mkdir()
+    for number in range(2):
+        (tmp_path / f"in/{number}.tsv").write_text("".join(raw[200 * number : 200 * number + 200]))
+    artifact = Path(shutil.copytree(published, tmp_path / "artifact", ignore=shutil.ignore_patterns("deltas")))
+
+    def shard(number: int, *words: str) -> str:
+        given = [f"artifact={artifact}", f"source={tmp_path}/in", f"output={tmp_path}/out.parquet", "num_shards=2"]
+        return predict(load_config(PredictJob, [*given, f"shard={number}", *words])).artifact_version
+
+    base = shard(0, "deltas=true")
+    shutil.copytree(f"{published}/deltas", artifact / "deltas")  # a delta arrives between the starts of the shards
+    for words in (["deltas=true"], ["deltas=1"]):
+        with pytest.raises(ServingError, match=names(f"{base} {base}+1 deltas overwrite=true")):
+            shard(1, *words)
+    with pytest.raises(ServingError, match=names("deltas=2 1")):
+        shard(1, "deltas=2")
+    manifest = tmp_path / "out.parquet.manifest.json"
+    assert shard(1, "deltas=false") == base and json.loads(manifest.read_text())["subject"]["artifact"] == base
+    assert [shard(number, "deltas=1", "overwrite=true") for number in range(2)] == [f"{base}+1"] * 2
+    assert json.loads(manifest.read_text())["subject"]["artifact"] == f"{base}+1"
 
 
 def _flip(path: Path) -> None:
