@@ -7,6 +7,7 @@ import sys
 from pipeline.cli import interrupt  # noqa: F401  first, because it handles Ctrl-C during the next imports
 from pipeline.cli.verbs import find_verb, list_verbs
 from pipeline.runtime.errors import UserError
+from pipeline.runtime.process.ending import run_to_exit
 from pipeline.runtime.process.exit_codes import USER_ERROR
 from pipeline.runtime.process.stdout import write_out
 
@@ -41,5 +42,10 @@ def main(argv: list[str] | None = None) -> None:
     run()
 
 
+def run_command() -> None:
+    """Run `main` as a process of its own."""
+    run_to_exit(main)
+
+
 if __name__ == "__main__":
-    main()
+    run_command()
