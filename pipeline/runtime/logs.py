@@ -84,6 +84,10 @@ class EventFiles:
         """Close the files. after_step: the run continues after this step; TensorBoard drops later numbers."""
         for writer in self._writers.values():
             writer.close()
+        if self._writers and after_step is not None:
+            # TensorBoard reads files in the order of their names. A name begins with the second, and then has a number
+            # that does not sort: 10 is before 9.
+            time.sleep(1.0 - time.time() % 1.0)
         self._writers = {}
         self._after_step = self._after_step if after_step is None else after_step
 
