@@ -3,9 +3,8 @@
     python -m benchmarks.quality --data FOLDER [...] --fuxictr PYTHON SOURCE [--models DeepFM ...] [--seeds 5] --output quality.jsonl
 
 A data folder holds train.csv, valid.csv and test.csv with a header, and spec.json: the columns and what both sides share
-(SPEC below has the fields). `--criteo TRAIN_TXT FOLDER` makes such a folder of the first rows of Criteo Kaggle's train.txt.
-PYTHON is an interpreter that FuxiCTR (PyPI fuxictr 2.3) is installed in, SOURCE a checkout of its repository, whose
-model_zoo is not on PyPI.
+(SPEC below has the fields); benchmarks.quality_data makes such folders. PYTHON is an interpreter that FuxiCTR (PyPI fuxictr
+2.3, with polars below 2) is installed in, SOURCE a checkout of its repository, whose model_zoo is not on PyPI.
 
 Both sides get one thread, Adam at the same rate, the same batch size, dimension and layers, and L2 of tables (but LR and FM,
 whose regularizer in FuxiCTR is one for all); an evaluation an epoch, a tenth of the rate when validation AUC does not
@@ -17,11 +16,9 @@ holds is not repeated. `samples_per_cpu_s` counts the process's own CPU time, fo
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -96,7 +93,6 @@ SPEC: dict[str, Any] = {
     "batch_size": 1024,
     "epochs": 100,
     "l2": 1e-3,
-    "our_l2": 2e-3,  # of tables
     "overrides": [],  # of this package alone, for the data set
 }
 OURS, THEIRS = "ours", "FuxiCTR"
@@ -106,25 +102,6 @@ def load_spec(folder: Path) -> dict[str, Any]:
     spec = {**SPEC, **json.loads((folder / "spec.json").read_text())}
     spec["name"] = spec["name"] or folder.name
     return spec
-
-
-def make_criteo(raw: Path, folder: Path, seed: int = 2026) -> None:
-    """Rows of train.txt at random 7:1:2; an integer x > 2 as floor(log(x)^2), as the winners of 2014 and Criteo_x4 have it."""
-    names = [*(f"I{number}" for number in range(1, 14)), *(f"C{number}" for number in range(1, 27))]
-    with raw.open(encoding="utf-8") as file:
-        rows = [line.rstrip("\n").split("\t") for line in file]
-    random.Random(seed).shuffle(rows)
-    folder.mkdir(parents=True, exist_ok=True)
-    cuts = {"train.csv": (0, 7), "valid.csv": (7, 8), "test.csv": (8, 10)}
-    for name, (begin, end) in cuts.items():
-        with (folder / name).open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(["label", *names])
-            for row in rows[len(rows) * begin // 10 : len(rows) * end // 10]:
-                integers = [math.floor(math.log(int(x)) ** 2) if x and int(x) > 2 else x for x in row[1:14]]
-                writer.writerow([row[0], *(value if value != "" else "missing" for value in [*integers, *row[14:]])])
-    spec = {"name": folder.name, "label": "label", "categorical": names, "min_count": 2, "batch_size": 256}
-    (folder / "spec.json").write_text(json.dumps(spec, indent=1) + "\n")
 
 
 def count_rows(path: Path) -> int:
@@ -208,7 +185,7 @@ def run_ours(job: dict[str, Any]) -> dict[str, Any]:
         f"data={option(spec)}", f"run_dir={run_dir}",
         f"model={job['kind']}", "optimizer=adam", "early_stop=auc", f"optimizer.sparse.lr={job['lr']}",
         f"optimizer.dense.lr={job['lr']}", f"tables.default.embedding_dim={job['dim']}",
-        f"tables.default.l2={spec['our_l2'] if job['l2'] else 0}", f"trainer.global_batch_size={job['batch_size']}",
+        f"tables.default.l2={job['l2']}", f"trainer.global_batch_size={job['batch_size']}",
         f"trainer.epochs={job['epochs']}", f"trainer.seed={job['seed']}", *job["overrides"], *spec["overrides"],
     ]  # fmt: skip
     words += [f"tables.{name}.pooling=mean" for name in spec["sequences"]]
@@ -327,7 +304,6 @@ def _auc(side: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", nargs="*", type=Path, default=[])
-    parser.add_argument("--criteo", nargs=2, type=Path, metavar=("TRAIN_TXT", "FOLDER"))
     parser.add_argument("--fuxictr", nargs=2, metavar=("PYTHON", "SOURCE"))
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--seeds", type=int, default=5)
@@ -338,8 +314,6 @@ def main() -> None:
     arguments = parser.parse_args()
     if THEIRS in arguments.sides and arguments.data and not arguments.fuxictr:
         parser.error("FuxiCTR's side wants --fuxictr PYTHON SOURCE; without it give --sides ours")
-    if arguments.criteo:
-        make_criteo(*arguments.criteo)
     with tempfile.TemporaryDirectory() as temporary:
         work = (arguments.work or Path(temporary)).resolve()
         results = (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import ceilings, gpu_host, growth, quality
+from benchmarks import ceilings, gpu_host, growth, quality, quality_data
 from benchmarks.comms import promised
 from benchmarks.compression import Row, report
 from benchmarks.startup import show, timed
@@ -88,21 +88,56 @@ def test_quality_compares_means_over_seeds_and_counts_the_deep_models() -> None:
     assert quality.mean_differences(found) == {"mean difference on clicks": "+0.0300 (1 deep models)"}
 
 
+def read_splits(folder: Path) -> dict[str, list[dict[str, str]]]:
+    splits = {}
+    for name in ("train", "valid", "test"):
+        with (folder / f"{name}.csv").open(newline="") as file:
+            splits[name] = list(csv.DictReader(file))
+    return splits
+
+
 def test_quality_splits_criteos_rows_once_and_discretises_its_integers(tmp_path: Path) -> None:
     rows = [
         f"{number % 2}\t" + "\t".join(["100", "", "2"] + ["-1"] * 10 + ["ab"] * 25 + [str(number)])
         for number in range(20)
     ]
     (tmp_path / "train.txt").write_text("\n".join(rows) + "\n")
-    quality.make_criteo(tmp_path / "train.txt", tmp_path / "criteo")
-    splits = {}
-    for name in ("train", "valid", "test"):
-        with (tmp_path / "criteo" / f"{name}.csv").open(newline="") as file:
-            splits[name] = list(csv.DictReader(file))
+    quality_data.make_criteo(tmp_path / "criteo", tmp_path / "train.txt")
+    splits = read_splits(tmp_path / "criteo")
     assert [len(split) for split in splits.values()] == [14, 2, 4]
     assert sorted(int(row["C26"]) for split in splits.values() for row in split) == list(range(20))
     assert {row[name] for row in splits["train"] for name in ("I1", "I2", "I3", "I4")} == {"21", "missing", "2", "-1"}
     assert quality.load_spec(tmp_path / "criteo")["dim"] == quality.SPEC["dim"]
+
+
+def test_quality_tests_a_users_last_item_against_one_that_the_user_does_not_have(tmp_path: Path) -> None:
+    (tmp_path / "items.txt").write_text("1 11 12 13 14\n2 21 22 23\n")
+    (tmp_path / "attributes.json").write_text(json.dumps({"14": [7, 8]}))
+    quality_data.make_sequences(tmp_path / "data", tmp_path / "items.txt", tmp_path / "attributes.json")
+    splits = read_splits(tmp_path / "data")
+    clicked = {name: [row["item"] for row in rows if row["click"] == "1"] for name, rows in splits.items()}
+    assert sorted(clicked["train"]) == ["11", "12", "21"]
+    assert (clicked["valid"], clicked["test"]) == (["13", "22"], ["14", "23"])
+    others = [(row["user"], row["item"]) for rows in splits.values() for row in rows if row["click"] == "0"]
+    assert len(others) == 7 and all(user != item[0] for user, item in others)  # items of user 1 are 11 to 14
+    last = splits["test"][0]
+    assert (last["history"], last["categories"]) == ("11|12|13", "7|8")
+
+
+def test_quality_takes_a_movielens_rating_of_4_as_a_click_and_earlier_clicks_as_its_history(tmp_path: Path) -> None:
+    tables = {
+        "inter": ["1\t7\t4\t300", "1\t8\t3\t200", "1\t9\t5\t100"],
+        "user": ["1\t24\tM\ttechnician\t85711"],
+        "item": [f"{item}\tname\t1995\tComedy Drama" for item in (7, 8, 9)],
+    }
+    for name, lines in tables.items():
+        (tmp_path / name).write_text("\n".join(["header", *lines]) + "\n")
+    quality_data.make_ml100k(tmp_path / "ml", *(tmp_path / name for name in tables))
+    rows = {row["item_id"]: row for split in read_splits(tmp_path / "ml").values() for row in split}
+    assert {item: (row["click"], row["history"]) for item, row in rows.items()} == {
+        "9": ("1", ""), "8": ("0", "9"), "7": ("1", "9"),
+    }  # fmt: skip
+    assert rows["7"]["genres"] == "Comedy|Drama" and quality.load_spec(tmp_path / "ml_histories")["histories"]
 
 
 def test_the_exponent_of_growth_leaves_out_what_every_size_costs() -> None:
