@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 from pipeline.runtime.process.exit_codes import DONE, FAILED
@@ -30,10 +31,8 @@ def run_to_exit(main: Callable[[], None]) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]  # joins threads that are not daemons, and those of executors
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(BrokenPipeError, ValueError):  # its reader left, or it is closed
             stream.flush()
-        except (BrokenPipeError, ValueError):  # its reader left, or it is closed
-            pass
     os._exit(code)
 
 
