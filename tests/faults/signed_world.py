@@ -1,4 +1,4 @@
-"""A run, a registry with two versions and artifacts, deltas and both pointers: small files of the real formats, signed or not."""
+"""A run, a registry with two versions and artifacts, deltas and all pointers: small files of the real formats, signed or not."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint.steps import file_path, read_manifest
+from pipeline.extras.canary.pointer import CanaryFile
 from pipeline.retraining.find_artifact import find_artifact
 from pipeline.retraining.registry import Registry
 from pipeline.runtime.errors import DamagedError
@@ -22,7 +23,7 @@ GOLDEN = Path(__file__).parents[1] / "runtime/manifests/artifact.json"
 
 
 class World:
-    """`manifests` are the signed manifests by purpose, each with its folder and its files."""
+    """`manifests` are the signed manifests by purpose, each with its folder and its files; `pointers` the signed pointers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -35,6 +36,8 @@ class World:
             Purpose.DELTA: self.newest / "deltas/00000002/manifest.json",
             Purpose.VERSION: self.newest / "manifest.json",
         }
+        canary = self.registry / "canary.json"
+        self.pointers = {Purpose.CHAMPION: self.champion, Purpose.PIN: self.pin, Purpose.CANARY: canary}
         self.before = {
             Purpose.STEP: self.run / "step_00000006/manifest.json",
             Purpose.ARTIFACT: self.registry / "versions/v000001/artifact/manifest.json",
@@ -61,7 +64,7 @@ class World:
         for sequence in range(1, newest_sequence(deltas_folder(artifact)) + 1):
             delta = read_delta(deltas_folder(artifact), artifact, served, sequence)
             found |= {f"delta {sequence}/{name}": delta.content(name) for name in delta.files}
-        return found | {"version": version.name}
+        return found | {"version": version.name, "canary": CanaryFile(str(self.registry)).read()}
 
 
 def make_world(folder: Path, private: str | None) -> World:
@@ -91,6 +94,8 @@ def make_world(folder: Path, private: str | None) -> World:
         for number, sequence in enumerate((1, None), 1):
             pin(str(world.newest / "deltas"), sequence)
             shutil.copy(world.pin, folder / f"pin_{number}.json")
+            CanaryFile(str(world.registry)).start(registry, "v000001", 0.1 * number)
+            shutil.copy(world.pointers[Purpose.CANARY], folder / f"canary_{number}.json")
     return world
 
 

@@ -1,7 +1,7 @@
 """Forge what a key signed, as someone can who may write to the folders but does not have the key: none is accepted.
 
-The world is one run, one registry with two versions, the artifact of each, deltas and both pointers,
-all signed. A reader that requires the signature reads everything once; then one thing is
+The world is one run, one registry with two versions, the artifact of each, deltas and the pointers to
+champion, pinned delta and canary, all signed. A reader that requires the signature reads everything once; then one thing is
 forged, and a reader that starts with the numbers accepted before must refuse it.
 """
 
@@ -162,8 +162,8 @@ def sealed(world: World, pointer: Path, chosen: random.Random, own: str, other: 
 
 
 def moved(world: World, pointer: Path, chosen: random.Random, own: str, other: str) -> None:
-    """To the version or delta before, under the signature of the newer pointer."""
-    values = _values(pointer) | {"version": "v000001", "sequence": 1}
+    """To the version or delta before, or to all keys, under the signature of the newer pointer."""
+    values = _values(pointer) | {"version": "v000001", "sequence": 1, "share": 1.0}
     pointer.write_text(_with_signature(seal_manifest(values, _pointer_purpose(world, pointer)), pointer.read_text()))
 
 
@@ -187,7 +187,7 @@ def removed(world: World, pointer: Path, chosen: random.Random, own: str, other:
 
 
 def _pointer_purpose(world: World, pointer: Path) -> Purpose:
-    return Purpose.CHAMPION if pointer == world.champion else Purpose.PIN
+    return next(purpose for purpose, path in world.pointers.items() if path == pointer)
 
 
 OF_POINTERS: list[Forgery] = [plain, sealed, moved, by_other_key, as_other_pointer, older, removed]
@@ -223,12 +223,12 @@ CASES = (
     + [
         (pointer, way, seed)
         for seed in range(SEED, SEED + 2 * SCALE)
-        for pointer in (Purpose.CHAMPION, Purpose.PIN)
+        for pointer in World(Path()).pointers
         for way in OF_POINTERS
     ]
     + [(Purpose.VERSION, way, 0) for way in OF_FOLDERS]
 )
-DEFAULT = CASES[:48:5] + CASES[-31:-17:2] + CASES[-3:]
+DEFAULT = CASES[:48:5] + CASES[-45:-24:3] + CASES[-3:]
 
 
 @pytest.fixture(scope="module")
@@ -248,9 +248,8 @@ def _try(case: Any, world: World, keys: dict[str, tuple[str, str]], folder: Path
     required = [keys["own"][1]]
     with requiring(required, accepted):
         honest = copy.read()
-    assert honest["version"] == "v000002" and len(honest) == 7
-    pointers = {Purpose.CHAMPION: copy.champion, Purpose.PIN: copy.pin}
-    way(copy, pointers.get(what) or copy.manifests[what], random.Random(seed), keys["own"][0], keys["other"][0])
+    assert honest["version"] == "v000002" and honest["canary"].share == 0.2 and len(honest) == 8
+    way(copy, copy.pointers.get(what) or copy.manifests[what], random.Random(seed), keys["own"][0], keys["other"][0])
     with ExitStack() as stack:
         stack.enter_context(requiring(required, accepted))
         stack.enter_context(pytest.raises(UserError))
