@@ -296,11 +296,17 @@ def tables_of(found: Explanation, most: int) -> list[tuple[str, tuple[str, ...],
         (each.part, f"{each.effect:.5f}", number(each.mean), number(each.ne)) for each in islice(found.parts, most)
     ]
     slices: list[tuple[str, ...]] = [
-        (f"{each.column} = {each.value}", f"{each.rows:,}", f"{each.share:.1%}", number(each.change), number(each.ne))
+        (
+            f"{each.column}: {each.value or '(missing)'}",
+            f"{each.rows:,}",
+            f"{each.share:.1%}",
+            number(each.change),
+            number(each.ne),
+        )
         for each in islice(found.slices, most)
     ]
     data: list[tuple[str, ...]] = [
-        (f"{each.column} = {each.value}", f"{each.rows:,}", f"{each.share:+.2%}", number(each.change))
+        (f"{each.column}: {each.value or '(missing)'}", f"{each.rows:,}", f"{each.share:+.2%}", number(each.change))
         for each in islice(found.data, most)
     ]
     return [

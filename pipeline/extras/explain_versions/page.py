@@ -24,11 +24,8 @@ def render_explanation(found: Explanation, most: int) -> str:
     body = [f"<h1>From {escape(found.old)} to {escape(found.new)}</h1>", cards([*figures, (f"{found.rows:,}", "rows")])]
     bars = [Bar(each.part, each.effect) for each in found.parts[:MAX_BARS]]
     if bars:
-        body.append(
-            figure(
-                "Mean |change of score| if this part alone is swapped", bar_chart("effects of parts", bars, form=".5f")
-            )
-        )
+        chart = bar_chart("effects of parts", bars, form=".5f", whole_names=True)
+        body.append(figure("Mean |change of score| if this part alone is swapped", chart))
     for title, headings, cells in tables_of(found, most):
         if cells:
             body += [f"<h2>{title}</h2>", table(headings, cells, range(1, len(headings)), title)]

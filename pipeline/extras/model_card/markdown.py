@@ -16,12 +16,13 @@ MAX_SOURCES = 20
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the card: a table, a list, or both."""
+    """A part of the card: a table, a list, or both. numbers: the columns of the table that are numbers."""
 
     title: str
     headings: list[str] = field(default_factory=list)
     rows: list[list[str]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+    numbers: range = range(0)
 
 
 def sections(card: ModelCard) -> list[Section]:
@@ -47,6 +48,7 @@ def sections(card: ModelCard) -> list[Section]:
             "The artifact compared with the trained model",
             ["split", *(names := list(dict.fromkeys(name for each in card.parity.values() for name in each)))],
             [[split, *(_number(each.get(name)) for name in names)] for split, each in card.parity.items()],
+            numbers=range(1, 1 + len(names)),
         ),
         Section("Limits", lines=card.limits),
         _since(card.since),
@@ -75,7 +77,7 @@ def _data(card: ModelCard) -> list[Section]:
         parts.append(Section("Rows", lines=["The rows of each split are not known."]))
     else:
         of_splits = [[name, f"{each.rows:,}", _number(each.label_rate)] for name, each in data.splits.items()]
-        parts.append(Section("Rows", ["split", "rows", "label rate"], of_splits))
+        parts.append(Section("Rows", ["split", "rows", "label rate"], of_splits, numbers=range(1, 3)))
     if data.sources is None:
         return [*parts, Section("Sources", lines=["The source files are not known."])]
     files = [
@@ -85,7 +87,7 @@ def _data(card: ModelCard) -> list[Section]:
     ]  # fmt: skip
     more = len(data.sources) - MAX_SOURCES
     lines = [f"and {more:,} more files, which card.json lists"] if more > 0 else []
-    return [*parts, Section("Sources", ["file", "rows", "bytes", "SHA-256"], files, lines)]
+    return [*parts, Section("Sources", ["file", "rows", "bytes", "SHA-256"], files, lines, range(1, 3))]
 
 
 def _metrics(metrics: list[Metric]) -> Section:
@@ -102,7 +104,8 @@ def _metrics(metrics: list[Metric]) -> Section:
         counted = max(each.rows for each in by_name.values())
         rows.append([split, label or "", part or "all rows", f"{counted:,}", *shown])
     note = "Intervals hold with 95 % confidence over rows. A number without an interval has an unknown one."
-    return Section("Metrics", ["split", "label", "slice", "rows", *names], rows, [note])
+    headings = ["split", "label", "slice", "rows", *names]
+    return Section("Metrics", headings, rows, [note], range(3, len(headings)))
 
 
 def _estimate(metric: Metric) -> str:
@@ -148,13 +151,9 @@ def _pairs(values: Mapping[str, object]) -> list[list[str]]:
 def _number(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return UNKNOWN
-    return (
-        f"{value:,}"
-        if isinstance(value, int)
-        else f"{value:.4f}"
-        if abs(value) >= 0.001 or not value
-        else f"{value:.2g}"
-    )
+    if isinstance(value, int) or (value.is_integer() and value > 1):  # a count may be stored as float
+        return f"{value:,.0f}"
+    return f"{value:.4f}" if abs(value) >= 0.001 or not value else f"{value:.2g}"
 
 
 def _row(cells: list[str]) -> str:

@@ -9,11 +9,8 @@ from html import escape
 
 WIDTH, HEIGHT = 272, 150  # of the plot; with its margins it fits a phone
 LEFT, TOP, BOTTOM, RIGHT = 54, 24, 38, 12
-BAR_NAMES, BAR_STEP, BAR_LETTERS = (
-    138,
-    20,
-    18,
-)  # of a bar chart: the start of bars, their distance, and the length of a name
+# of a bar chart: the start of bars, their distance, the length of a name, and the width of a letter
+BAR_NAMES, BAR_STEP, BAR_LETTERS, BAR_LETTER = 138, 20, 18, 6.8
 # values with a smaller relative distance are drawn as one, because the axis could not distinguish
 # them
 NEAR = 1e-5
@@ -169,11 +166,16 @@ def _step_axis(steps: Sequence[float], name: str) -> list[str]:
     """Label the axis at both ends, or at the only step."""
     y, middle = TOP + HEIGHT + 16, LEFT + WIDTH / 2
     ends = [
-        text(LEFT, y, f"{steps[0]:,.6g}", "start", "faint"),
-        text(LEFT + WIDTH, y, f"{steps[-1]:,.6g}", "end", "faint"),
+        text(LEFT, y, _end_text(steps[0]), "start", "faint"),
+        text(LEFT + WIDTH, y, _end_text(steps[-1]), "end", "faint"),
     ]
-    ends = ends if len(steps) > 1 else [text(middle, y, f"{steps[0]:,.6g}", "middle", "faint")]
+    ends = ends if len(steps) > 1 else [text(middle, y, _end_text(steps[0]), "middle", "faint")]
     return [*ends, text(middle, y + 14, name, "middle", "faint")]
+
+
+def _end_text(value: float) -> str:
+    """Return a step completely, and a measured number such as a price with three digits."""
+    return f"{value:,.6g}" if float(value).is_integer() else f"{value:,.3g}"
 
 
 def _line(line: Line, at: Callable[[float, float], Point], x_name: str) -> list[str]:
@@ -203,27 +205,33 @@ def svg(label: str, width: float, height: float, parts: Sequence[str]) -> str:
     return f'<svg role="img" aria-label="{escape(label)}" {size}>{"".join(parts)}</svg>'
 
 
-def bar_chart(label: str, bars: Sequence[Bar], colour: str = "validation", form: str = ".4f") -> str:
+def bar_chart(
+    label: str, bars: Sequence[Bar], colour: str = "validation", form: str = ".4f", whole_names: bool = False
+) -> str:
     """Draw horizontal bars from 0, in the given order, one below the other, with whiskers for
     errors.
 
-    form: the format string of the numbers.
+    form: the format string of the numbers. whole_names: make the chart wider instead of cutting names.
     """
     if not bars:
         return ""
     high = max(max(bar.value + bar.error for bar in bars), 1e-12)
-    room = LEFT + WIDTH + RIGHT - BAR_NAMES - 58
+    room, left, names = LEFT + WIDTH + RIGHT - BAR_NAMES - 58, float(BAR_NAMES), [bar.name for bar in bars]
+    if whole_names:
+        left = max(left, 12 + BAR_LETTER * max(map(len, names)))
+    else:
+        names = _last_parts(names)
     parts = []
-    for index, (bar, name) in enumerate(zip(bars, _last_parts([bar.name for bar in bars]), strict=True)):
+    for index, (bar, name) in enumerate(zip(bars, names, strict=True)):
         y, width = 4 + index * BAR_STEP, room * max(bar.value, 0.0) / high
-        parts.append(text(BAR_NAMES - 6, y + 12, name, "end", title=bar.name))
-        parts.append(rect(BAR_NAMES, y, max(width, 0.5), 15, colour, f"{bar.name}: {bar.value:.4g} ± {bar.error:.2g}"))
-        end = BAR_NAMES + room * min(max(bar.value + bar.error, 0.0) / high, 1.0)
+        parts.append(text(left - 6, y + 12, name, "end", title=bar.name))
+        parts.append(rect(left, y, max(width, 0.5), 15, colour, f"{bar.name}: {bar.value:.4g} ± {bar.error:.2g}"))
+        end = left + room * min(max(bar.value + bar.error, 0.0) / high, 1.0)
         if bar.error:
-            begin = BAR_NAMES + room * max(bar.value - bar.error, 0.0) / high
+            begin = left + room * max(bar.value - bar.error, 0.0) / high
             parts.append(f'<line class="whisker" x1="{begin:.1f}" x2="{end:.1f}" y1="{y + 7.5}" y2="{y + 7.5}"/>')
         parts.append(text(end + 5, y + 12, format(bar.value, form), "start", "faint"))
-    return svg(label, LEFT + WIDTH + RIGHT, 4 + BAR_STEP * len(bars), parts)
+    return svg(label, left + room + 58, 4 + BAR_STEP * len(bars), parts)
 
 
 def _last_parts(names: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ from pipeline.data.dataset import load_dataset
 from pipeline.extras.model_card.card import json_schema, read_card
 from pipeline.extras.model_card.cli.card import show_card
 from pipeline.extras.model_card.config import ShowCardJob
-from pipeline.extras.model_card.markdown import UNKNOWN, to_markdown
+from pipeline.extras.model_card.markdown import UNKNOWN, sections, to_markdown
 from pipeline.extras.model_card.show import card_of_artifact
 from pipeline.extras.model_card.write import card_of
 from pipeline.extras.pages.registry_page import render_registry
@@ -67,6 +67,8 @@ def test_a_card_has_the_numbers_of_the_certificate_and_of_the_data_set(
     }
     assert card["artifact"] == small_artifact.version
     assert any("share one row" in line for line in card["limits"])
+    compared = next(each for each in sections(read_card(json.dumps(card), "card.json")) if "compared" in each.title)
+    assert compared.rows[0][1] == f"{small_artifact.parity['train']['rows']:,.0f}"
 
 
 def test_a_value_that_is_not_known_is_said_to_be_not_known(card: dict[str, Any]) -> None:

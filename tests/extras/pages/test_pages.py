@@ -177,3 +177,5 @@ def test_bars_of_long_keys_show_their_last_parts() -> None:
     names = ["optimizer.sparse.lr", "optimizer.dense.lr", "model", "a_feature_with_a_long_name"]
     drawn = bar_chart("importance", [Bar(name, 1.0) for name in names])
     assert re.findall(r'text-anchor="end">([^<]+)<', drawn) == ["sparse.lr", "dense.lr", "model", "…_with_a_long_name"]
+    whole = bar_chart("effects", [Bar(name, 1.0) for name in names], whole_names=True)
+    assert re.findall(r'text-anchor="end">([^<]+)<', whole) == names
