@@ -14,8 +14,10 @@ import pyarrow as pa
 import torch
 
 from pipeline.data.read.value_index import index_values
+from pipeline.extras.score_calibration.calibration import Calibration
+from pipeline.extras.score_calibration.curves import Curve, Curves
 from pipeline.runtime.storage.checksums import write_blocks
-from pipeline.serving.artifact.manifest import DENSE_FILE, read_manifest
+from pipeline.serving.artifact.manifest import CALIBRATION_FILE, DENSE_FILE, read_manifest
 from pipeline.serving.artifact.quantize import dequantize_rows, quantize_rows, row_bytes
 from pipeline.serving.artifact.writer import write_arrow
 from pipeline.serving.scoring.artifact_files import ArtifactFiles
@@ -92,6 +94,14 @@ class Planted:
         os.remove(self.folder / DENSE_FILE)
         self.seal(DENSE_FILE, write_blocks(str(self.folder / DENSE_FILE), [out.getvalue()]))
         return f"layers of {program.sources[number].rpartition('.')[0]}"
+
+    def calibration(self) -> str:
+        """Add a calibration: a line over the logits, whose slope and height are drawn."""
+        sign, slope = float(self.draw.choice([-1.0, 1.0])), float(self.draw.uniform(0.7, 1.3))
+        line = Curves(Curve([0.0], [sign * float(self.draw.uniform(0.5, 1.5))], slope), {})
+        content = Calibration("platt", None, [line], self.manifest.schema).to_bytes()
+        self.seal(CALIBRATION_FILE, write_blocks(str(self.folder / CALIBRATION_FILE), [content]))
+        return "calibration"
 
     def floats(self) -> torch.Tensor:
         size = row_bytes(self.table.dim, self.table.precision)

@@ -21,7 +21,7 @@ from pipeline.serving.scoring.predictor import Predictor
 from tests.extras.explain_versions.planted import Planted, with_flipped_labels
 from tests.serving.exports import raw_blocks
 
-KINDS = ("table_rows", "vocabulary", "layer", "quantizer")
+KINDS = ("table_rows", "vocabulary", "layer", "quantizer", "calibration")
 ROWS = 2000
 
 
