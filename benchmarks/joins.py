@@ -6,13 +6,13 @@ Three data sets of the same rows: `rows alone` lacks the joined columns, `joined
 `joined beforehand` repeats them in each row, by an as-of join of DuckDB. Batches of the last two are compared first: all bits are equal.
 `items`: 8 categories and 4 numbers of 5,000 items, with 8 versions each. `histories`: the newest 50 items of each of 500 users, their categories and shops, written
 20 times each, so that 20 rows of 200,000 see one version. Each data set is read by one thread without a cache of row groups, and the data sets take turns.
+A ratio compares the CPU time of one round, and the output has the median of the rounds, with the least and the greatest.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -33,9 +33,11 @@ from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.prepare.run import prepare
 from pipeline.data.read.reader import ShardReader
+from pipeline.devices.cpu.process import keep_freed_memory
 
 BEGIN, SECONDS = 1_760_000_000, 20 * 86_400
 ITEMS, ITEM_VERSIONS, USERS, USER_VERSIONS, LENGTH, BATCH = 5_000, 8, 500, 20, 50, 2048
+EPOCHS = 3  # read in one turn
 CATEGORIES, NUMBERS = [f"category_{i}" for i in range(8)], [f"number_{i}" for i in range(4)]
 OWN = ["user", "item", "place", "hour"]
 WAYS = ["rows alone", "joined at read", "joined beforehand"]
@@ -123,28 +125,33 @@ def bytes_of(dataset: Dataset) -> int:
     return sum(file.size_bytes for file in [*dataset.splits["train"].files, *dataset.side_tables])
 
 
+def ratios(rates: dict[str, list[float]], way: str, base: str) -> str:
+    """Return the median of the rounds' ratios, and their least and greatest one."""
+    found = sorted(one / other for one, other in zip(rates[way][1:], rates[base][1:], strict=True))
+    return f"{statistics.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
+
+
 def measure(folder: Path, case: str, rounds: int) -> list[dict[str, Any]]:
     datasets = prepare_ways(folder, case)
     check_equal(folder, case, datasets)
     readers = {way: reader_of(folder, case, way, datasets[way]) for way in WAYS}
-    rates: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
-    for epoch in range(rounds + 1):
+    rates: dict[str, list[float]] = {way: [] for way in WAYS}
+    for number in range(rounds + 1):  # the first round warms up
         for way in WAYS:
-            began, cpu_began = time.perf_counter(), sum(os.times()[:4])
-            rows = sum(batch.batch_size for batch in readers[way].batches(epoch))
-            rates[way].append((rows / (time.perf_counter() - began), rows / (sum(os.times()[:4]) - cpu_began)))
+            began, rows = time.process_time(), 0
+            for epoch in range(EPOCHS):
+                rows += sum(batch.batch_size for batch in readers[way].batches(number * EPOCHS + epoch))
+            rates[way].append(rows / (time.process_time() - began))
     figures = []
-    base = {way: statistics.median(cpu for _, cpu in rates[way][1:]) for way in WAYS}  # the first round warms up
     for way in WAYS:
-        clock = [each for each, _ in rates[way][1:]]
         size = bytes_of(datasets[way])
         figures.append({
             "columns": case, "data set": way, "MB": round(size / 1e6, 2),
+            "MB in side tables": round(sum(file.size_bytes for file in datasets[way].side_tables) / 1e6, 2),
             "bytes saved": f"{bytes_of(datasets['joined beforehand']) / size:.1f}x",
-            "million rows/s": round(statistics.median(clock) / 1e6, 3),
-            "million rows/CPU-s": round(base[way] / 1e6, 3),
-            "of rows alone": round(base[way] / base["rows alone"], 2),
-            "of joined beforehand": round(base[way] / base["joined beforehand"], 2),
+            "million rows/CPU-s": round(statistics.median(rates[way][1:]) / 1e6, 3),
+            "of rows alone": ratios(rates, way, "rows alone"),
+            "of joined beforehand": ratios(rates, way, "joined beforehand"),
         })  # fmt: skip
         print(figures[-1])
     return figures
@@ -157,6 +164,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()  # as train does
     with tempfile.TemporaryDirectory() as name:
         write_tables(Path(name), options.rows)
         figures = [figure for case in ("items", "histories") for figure in measure(Path(name), case, options.rounds)]

@@ -18,7 +18,8 @@ from pipeline.config.columns import ColumnsConfig
 from pipeline.config.data import ReaderConfig, SplitConfig
 from pipeline.data.dataset import Dataset, load_dataset
 from pipeline.data.raw.weighted import split_element, split_elements
-from pipeline.data.read.check_rows import check_columns
+from pipeline.data.read import check_rows
+from pipeline.data.read.check_rows import Lists, check_columns
 from pipeline.data.read.reader import ShardReader
 from pipeline.embeddings.tables import resolve_tables
 from pipeline.runtime.errors import ConfigError
@@ -198,3 +199,25 @@ def test_one_element_is_split_as_a_column_of_them(elements: list[str]) -> None:
     ids, weights = split_elements(pa.array(elements, pa.string()))
     for element, text, weight in zip(elements, ids.to_pylist(), weights.tolist(), strict=True):
         assert split_element(element) == (None if np.isnan(weight) else (text, weight))
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64])
+def test_chosen_lists_are_equal_with_and_without_the_kernel(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(0, 40, 60) * (draw.random(60) < 0.8)
+    ids = draw.integers(0, 1000, lengths.sum()).astype(kind)
+    lists = Lists(ids, np.concatenate([[0], np.cumsum(lengths)]), draw.random(len(ids), np.float32))
+    rows, present = draw.integers(0, 60, 200), draw.random(200) < 0.7
+    wanted = [lists.ids[lists.offsets[row] : lists.offsets[row + 1]] for row in rows[present]]
+    for kernels in (check_rows.kernels, lambda _: None):
+        monkeypatch.setattr(check_rows, "kernels", kernels)
+        found = lists.take(rows, present)
+        assert np.array_equal(found.ids, np.concatenate(wanted)) and found.ids.dtype == kind
+        assert (np.diff(found.offsets)[present] == [len(each) for each in wanted]).all() and found.offsets[-1] == len(
+            found.ids
+        )
+        assert not np.diff(found.offsets)[~present].any()
+        into, chosen = np.empty(len(found.ids), np.int64), lists.choose(rows, present)
+        chosen.copy_ids(into)
+        assert np.array_equal(into, found.ids) and found.weights is not None and len(found.weights) == len(into)
+        assert np.array_equal(lists.choose(np.arange(60)).lengths, lengths) and len(lists.take(rows[:0]).ids) == 0

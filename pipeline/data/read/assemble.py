@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pipeline.data.dataset import Dataset
 from pipeline.data.read.batch import Batch, keyed_jagged_tensor
-from pipeline.data.read.check_rows import Lists, label_shape
+from pipeline.data.read.check_rows import ListRows, Lists, label_shape
 from pipeline.data.read.decode import Block
 from pipeline.data.read.multi_hot import sample_bags
 from pipeline.data.read.target_columns import TargetColumns
@@ -58,15 +58,15 @@ class SideColumns(Protocol):
     def complete(
         self,
         dense: NDArray[np.float32],
-        one_hot: NDArray[np.int64],
-        lists: list[Lists],
+        one_hot: NDArray[np.signedinteger],
+        lists: list[ListRows],
         versions: NDArray[np.int32],
         present: NDArray[np.bool_],
-    ) -> tuple[NDArray[np.float32], NDArray[np.int64], list[Lists]]:
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64], list[ListRows]]:
         """Return the columns of a batch together with columns of side tables, in the data set's order.
 
-        dense: [rows, columns]; one_hot: [features, present rows]; versions: [side tables, rows]. Rows
-        that are not `present` get zeros and empty lists.
+        dense: [rows, columns], 0 for rows that are not `present`; one_hot: [features, present rows];
+        versions: [side tables, rows]. Rows that are not `present` get zeros and empty lists.
         """
 
 
@@ -134,15 +134,16 @@ class BatchAssembler:
     def _batch(self, chunk: Chunk, rows: NDArray[np.int64]) -> Batch:
         present = chunk.present[rows]
         filled = rows if present.all() else rows[present]
-        ids = np.take(chunk.block.one_hot, filled, axis=1).astype(np.int64)
-        dense, lists = np.take(chunk.block.dense, rows, axis=0), [each.take(rows) for each in chunk.block.lists]
+        ids = np.take(chunk.block.one_hot, filled, axis=1)
+        dense, lists = np.take(chunk.block.dense, rows, axis=0), [each.choose(rows) for each in chunk.block.lists]
         if self._side_columns is not None and chunk.block.versions is not None:
             versions = np.take(chunk.block.versions, rows, axis=1)
             dense, ids, lists = self._side_columns.complete(dense, ids, lists, versions, present)
         lengths = np.empty((len(self._columns), self.batch_size), np.int32)
         if self._all_one_hot:
             lengths[:] = present
-            values, length_per_key, weights = ids.reshape(-1), [len(filled)] * len(self._columns), None
+            values, weights = ids.astype(np.int64, copy=False).reshape(-1), None
+            length_per_key = [len(filled)] * len(self._columns)
         else:
             values, length_per_key = self._bags(ids, lists, present, lengths)
             weights = torch.from_numpy(self._weights(lists, length_per_key)) if self._is_weighted else None
@@ -166,14 +167,18 @@ class BatchAssembler:
         )
 
     def _bags(
-        self, ids: NDArray[np.int64], lists: list[Lists], present: NDArray[np.bool_], lengths: NDArray[np.int32]
+        self,
+        ids: NDArray[np.signedinteger],
+        lists: list[ListRows],
+        present: NDArray[np.bool_],
+        lengths: NDArray[np.int32],
     ) -> tuple[NDArray[np.int64], list[int]]:
         """Return the values of all features, and the number of values of each feature.
 
         The function fills `lengths` [num_features, batch].
         """
         length_per_key = [
-            len(lists[column.position].ids) if column.is_list else ids.shape[1] * column.size
+            int(lists[column.position].lengths.sum()) if column.is_list else ids.shape[1] * column.size
             for column in self._columns
         ]
         values = np.empty(sum(length_per_key), np.int64)
@@ -181,20 +186,22 @@ class BatchAssembler:
         for column, count, column_lengths in zip(self._columns, length_per_key, lengths, strict=True):
             segment, begin = values[begin : begin + count], begin + count
             if column.is_list:
-                segment[:] = lists[column.position].ids
-                column_lengths[:] = np.diff(lists[column.position].offsets)
+                lists[column.position].copy_ids(segment)
+                column_lengths[:] = lists[column.position].lengths
+            elif column.size == 1:
+                segment[:] = ids[column.position]
+                column_lengths[:] = present
             else:
                 sample_bags(ids[column.position], column.name, column.cardinality, segment.reshape(-1, column.size))
                 column_lengths[:] = present * np.int32(column.size)
         return values, length_per_key
 
-    def _weights(self, lists: list[Lists], length_per_key: list[int]) -> NDArray[np.float32]:
+    def _weights(self, lists: list[ListRows], length_per_key: list[int]) -> NDArray[np.float32]:
         """Return the weights of all values. Features without weights get weight 1."""
         weights, begin = np.ones(sum(length_per_key), np.float32), 0
         for column, count in zip(self._columns, length_per_key, strict=True):
-            own = lists[column.position].weights if column.is_list else None
-            if own is not None:
-                weights[begin : begin + count] = own
+            if column.is_list and lists[column.position].lists.weights is not None:
+                lists[column.position].copy_weights(weights[begin : begin + count])
             begin += count
         return weights
 

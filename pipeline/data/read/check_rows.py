@@ -8,6 +8,7 @@ refuses the file.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +16,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.data.dataset import GROUP_COLUMN, Dataset, Label, SparseFeature, weights_column
+from pipeline.devices.cpu.kernel_pool import kernels
 
 MAX_VALUE_CHARACTERS = 80
 
@@ -30,19 +32,57 @@ class Lists:
     offsets: NDArray[np.int64]
     weights: NDArray[np.float32] | None = None
 
-    def take(self, rows: NDArray[np.int64], present: NDArray[np.bool_] | None = None) -> Lists:
+    def take(self, rows: NDArray[np.integer], present: NDArray[np.bool_] | None = None) -> Lists:
         """Return the lists of `rows`, one after the other.
 
         Rows that are not `present` get empty lists.
         """
-        starts = self.offsets[:-1][rows]
-        lengths = self.offsets[1:][rows] - starts
-        if present is not None:
-            lengths = lengths * present
-        offsets = np.concatenate(([0], np.cumsum(lengths)))
+        chosen = self.choose(rows, present)
+        offsets = np.concatenate(([0], np.cumsum(chosen.lengths, dtype=np.int64)))
+        ids = np.empty(offsets[-1], self.ids.dtype)
+        chosen.copy_ids(ids)
+        weights = None if self.weights is None else np.empty(offsets[-1], np.float32)
+        if weights is not None:
+            chosen.copy_weights(weights)
+        return Lists(ids, offsets, weights)
+
+    def choose(self, rows: NDArray[np.integer], present: NDArray[np.bool_] | None = None) -> ListRows:
+        """Return the lists of `rows` without copying them. Rows that are not `present` get empty lists."""
+        starts = np.take(self.offsets, rows)
+        lengths = np.take(self.offsets[1:], rows)
+        lengths -= starts
+        return ListRows(self, starts, lengths if present is None else lengths * present)
+
+
+class ListRows(NamedTuple):
+    """Rows of `lists`, to be copied when their place in a batch is known. starts, lengths: [rows]."""
+
+    lists: Lists
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.integer]
+
+    def copy_ids(self, into: NDArray[np.integer]) -> None:
+        """Write the ids to `into` [sum of lengths], one list after the other."""
+        self._copy(self.lists.ids, into)
+
+    def copy_weights(self, into: NDArray[np.float32]) -> None:
+        assert self.lists.weights is not None
+        self._copy(self.lists.weights, into)
+
+    def _copy(self, source: NDArray[Any], into: NDArray[Any]) -> None:
+        if (compiled := kernels("pipeline.devices.cpu.kernels.lists")) is not None:
+            compiled.copy_lists(read_only(source), self.starts, self.lengths, into)
+            return
         # The index of the result's id k is the start of its list plus its position in the list.
-        positions = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
-        return Lists(self.ids[positions], offsets, None if self.weights is None else self.weights[positions])
+        begins = np.cumsum(self.lengths) - self.lengths
+        into[:] = source[np.arange(len(into)) + np.repeat(self.starts - begins, self.lengths)]
+
+
+def read_only(array: NDArray[Any]) -> NDArray[Any]:
+    """Return a view that cannot be written, as Arrow's arrays cannot: a kernel is compiled once for both."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
-from typing import Any
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -12,18 +13,31 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipeline.data.dataset import Dataset, SideTable, weights_column
-from pipeline.data.read.check_rows import Lists
+from pipeline.data.read.check_rows import ListRows, Lists
 from pipeline.data.read.shard_files import HOW_TO_FIX
+from pipeline.devices.cpu.kernel_pool import kernels
 from pipeline.extras.joins.store import VERSION
 from pipeline.runtime.errors import DataError
 from pipeline.runtime.storage import storage
+
+
+class _Columns(NamedTuple):
+    """What the rows of a batch get from one side table."""
+
+    side: SideTable
+    place_of: NDArray[np.int32]  # version -> row; -1 for a version that no row has
+    dense: NDArray[np.float32]  # [rows, columns]: the values of a version are next to each other
+    dense_at: NDArray[np.int64]  # the columns' places among the data set's
+    one_hot: NDArray[np.int32]
+    one_hot_at: NDArray[np.int64]
+    lists: dict[int, Lists]
 
 
 class JoinedColumns:
     """Adds columns to batches. See pipeline.data.read.assemble.SideColumns.
 
     A row has one number until its batch is assembled, so the reader does not copy, check and shuffle
-    the joined columns. Their checksum was checked instead.
+    the joined columns. Their checksum was checked instead. Lists are copied once, to the batch.
     """
 
     def __init__(self, folder: str, dataset: Dataset) -> None:
@@ -31,49 +45,81 @@ class JoinedColumns:
         one_hot = [each.name for each in dataset.sparse_features if not each.multi_hot]
         self._sizes = len(dataset.dense_features), len(one_hot), len(bags)
         self._own = (
-            [dataset.dense_features.index(name) for name in own.dense_features],
-            [one_hot.index(each.name) for each in own.sparse_features if not each.multi_hot],
+            _places([dataset.dense_features.index(name) for name in own.dense_features]),
+            _places([one_hot.index(each.name) for each in own.sparse_features if not each.multi_hot]),
             [at for at, each in enumerate(bags) if each in own.sparse_features],
         )
         self._sides = []
         for side in dataset.side_tables:
             table = load_side_table(folder, side)
-            dense = [at for at, name in enumerate(dataset.dense_features) if name in side.columns]
-            ids = [at for at, name in enumerate(one_hot) if name in side.columns]
-            # Rows next to each other: one row of a version is copied at once.
-            numbers = _matrix(table, [dataset.dense_features[at] for at in dense], np.float32)
-            rows = _matrix(table, [one_hot[at] for at in ids], np.int32)
-            lists = {
-                at: _lists(table, each.name, each.weighted) for at, each in enumerate(bags) if each.name in side.columns
-            }
-            self._sides.append((side, places_of(side, table), dense, numbers, ids, rows, lists))
+            dense_at = [at for at, name in enumerate(dataset.dense_features) if name in side.columns]
+            one_hot_at = [at for at, name in enumerate(one_hot) if name in side.columns]
+            dense = _matrix(table, [dataset.dense_features[at] for at in dense_at], np.float32)
+            ids = _matrix(table, [one_hot[at] for at in one_hot_at], np.int32)
+            lists = _with_shared_offsets(
+                {
+                    at: _lists(table, each.name, each.weighted)
+                    for at, each in enumerate(bags)
+                    if each.name in side.columns
+                }
+            )
+            places = [np.array(each, np.int64) for each in (dense_at, one_hot_at)]
+            self._sides.append(_Columns(side, places_of(side, table), dense, places[0], ids, places[1], lists))
 
     def complete(
         self,
         dense: NDArray[np.float32],
-        one_hot: NDArray[np.int64],
-        lists: list[Lists],
+        one_hot: NDArray[np.signedinteger],
+        lists: list[ListRows],
         versions: NDArray[np.int32],
         present: NDArray[np.bool_],
-    ) -> tuple[NDArray[np.float32], NDArray[np.int64], list[Lists]]:
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64], list[ListRows]]:
         all_dense = np.empty((len(dense), self._sizes[0]), np.float32)
         all_dense[:, self._own[0]] = dense
         all_ids = np.empty((self._sizes[1], one_hot.shape[1]), np.int64)
         all_ids[self._own[1]] = one_hot
         all_lists = dict(zip(self._own[2], lists, strict=True))
         is_whole = bool(present.all())
-        for of_rows, (side, places, dense_at, numbers, ids_at, ids, bags) in zip(versions, self._sides, strict=True):
-            of_rows = places[of_rows] if is_whole else np.where(present, places[of_rows * present], 0)
-            if len(of_rows) and of_rows.min() < 0:
-                raise DataError(f"rows have versions that {side.path} lacks; {HOW_TO_FIX}")
-            if dense_at:
-                found = numbers[of_rows]
-                all_dense[:, dense_at] = found if is_whole else np.where(present[:, None], found, 0.0)
-            if ids_at:
-                all_ids[ids_at] = ids[of_rows if is_whole else of_rows[present]].T
-            for at, of_table in bags.items():
-                all_lists[at] = of_table.take(of_rows, None if is_whole else present)
+        for of_rows, each in zip(versions, self._sides, strict=True):
+            rows = np.take(each.place_of, of_rows if is_whole else of_rows * present)
+            if not is_whole:
+                rows[~present] = 0
+            if len(rows) and rows.min() < 0:
+                raise DataError(f"rows have versions that {each.side.path} lacks; {HOW_TO_FIX}")
+            _copy_rows(each.dense, rows, each.dense_at, all_dense.T)
+            _copy_rows(each.one_hot, rows if is_whole else rows[present], each.one_hot_at, all_ids)
+            found: dict[int, ListRows] = {}  # by offsets
+            for at, of_table in each.lists.items():
+                if (key := id(of_table.offsets)) not in found:
+                    found[key] = of_table.choose(rows, None if is_whole else present)
+                all_lists[at] = found[key]._replace(lists=of_table)
+        if not is_whole:
+            all_dense[~present] = 0.0
         return all_dense, all_ids, [all_lists[at] for at in range(self._sizes[2])]
+
+
+def _places(places: list[int]) -> list[int] | slice:
+    """Return a slice if the places are consecutive: numpy then copies without a look-up of each place."""
+    consecutive = places == list(range(places[0], places[0] + len(places))) if places else False
+    return slice(places[0], places[-1] + 1) if consecutive else places
+
+
+def _with_shared_offsets(lists: dict[int, Lists]) -> dict[int, Lists]:
+    """Return the lists. Lists of equal lengths, as of a sequence and its descriptions, have one array of offsets."""
+    known: dict[bytes, NDArray[np.int64]] = {}
+    return {
+        at: replace(each, offsets=known.setdefault(each.offsets.tobytes(), each.offsets)) for at, each in lists.items()
+    }
+
+
+def _copy_rows(table: NDArray[Any], rows: NDArray[np.int32], places: NDArray[np.int64], into: NDArray[Any]) -> None:
+    """Set into[places[k], i] = table[rows[i], k]."""
+    if not len(places):
+        return
+    if (compiled := kernels("pipeline.devices.cpu.kernels.lists")) is not None:
+        compiled.copy_rows(table.reshape(-1), rows, places, into)
+    else:
+        into[places] = table[rows].T
 
 
 def _matrix(table: pa.Table, names: list[str], kind: type[np.generic]) -> NDArray[Any]:
@@ -82,32 +128,12 @@ def _matrix(table: pa.Table, names: list[str], kind: type[np.generic]) -> NDArra
     return np.stack(columns, axis=1) if columns else np.empty((table.num_rows, 0), kind)
 
 
-class _Bags(Lists):
-    """Lists of versions. Lists of one length are copied by rows, which is faster."""
-
-    @cached_property
-    def _length(self) -> int:
-        """Return the length of all lists; 0 if their lengths differ."""
-        lengths = np.diff(self.offsets)
-        return int(lengths[0]) if len(lengths) and (lengths == lengths[0]).all() else 0
-
-    def take(self, rows: NDArray[np.int64], present: NDArray[np.bool_] | None = None) -> Lists:
-        if present is not None or not (length := self._length):
-            return super().take(rows, present)
-        offsets = np.arange(len(rows) + 1) * length
-        ids, weights = (
-            None if each is None else np.take(each.reshape(-1, length), rows, axis=0).reshape(-1)
-            for each in (self.ids, self.weights)
-        )
-        return Lists(ids, offsets, weights)  # type: ignore[arg-type]  # ids are not None
-
-
 def _lists(table: pa.Table, name: str, weighted: bool) -> Lists:
     column = table[name].combine_chunks()
     ids = column.flatten().to_numpy()
     lengths = column.value_lengths().to_numpy()
     weights = table[weights_column(name)].combine_chunks().flatten().to_numpy() if weighted else None
-    return _Bags(ids, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]), weights)
+    return Lists(ids, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]), weights)
 
 
 class JoinedRowGroups:
