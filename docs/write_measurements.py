@@ -72,8 +72,7 @@ PAGES = {
         "`rows alone` lacks the joined columns, `joined at read` stores them once ([joins](../do/joins.md)), `joined beforehand` repeats them in each "
         "row. The batches of the last two were compared first: all bits are equal. `MB` are the shards and side tables. `items` are 8 "
         "categories and 4 numbers of 5,000 items with 8 versions each; `histories` are 50 items of each of 500 users, with their categories and shops, written 20 times each, so about 20 rows see one version. "
-        "Rows were read by one thread. The last two columns compare the CPU time of the rounds, in which the data sets took turns: the median, the least and the "
-        "greatest ratio. `joined beforehand` is the fair comparison, because its batches are equal. A batch of `rows alone` has 4 ids of each row, a batch with histories 154.",
+        "Rows were read by one thread. The last two columns compare rows per CPU-second, because other programs ran on the machine.",
     ),
     "serving_log": (
         "A server with a serving log",
