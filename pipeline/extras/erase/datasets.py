@@ -1,7 +1,7 @@
 """Erase a value from a prepared data set: a tombstone takes its place in the vocabulary, and its ids become 0.
 
 No other id changes. Rows stay where they are, so a training that resumes reads the same batches, in which the erased
-value is unknown.
+value is unknown. If it is a key of data.joins, its rows leave the side table, and see missing values.
 """
 
 from __future__ import annotations
@@ -20,15 +20,22 @@ from pipeline.data.dataset import (
     GROUP_COLUMN,
     Dataset,
     ShardFile,
+    SideTable,
     SparseFeature,
     load_dataset,
     vocabulary_of,
 )
+from pipeline.data.raw.dense_transforms import transform_of
 from pipeline.data.raw.hashing import hash_text
 from pipeline.data.vocabulary_files import find_vocabulary
 from pipeline.extras.erase.folders import EraseError, Rewritten
 from pipeline.extras.erase.target import Target
+from pipeline.extras.joins.store import ROWS_AT_ONCE, VERSION
 from pipeline.runtime.storage import atomic, storage
+
+Versions = dict[
+    str, tuple[str, set[int]]
+]  # index of a side table -> its key, and the versions that rows of the value saw
 
 
 def features_of(dataset: Dataset, name: str) -> list[SparseFeature]:
@@ -77,11 +84,6 @@ def erase_from_dataset(target: Target, folder: Rewritten, known: dict[str, Datas
     """
     path, staged = os.path.join(folder.path, below), os.path.join(folder.staged, below)
     dataset = load_dataset(path)
-    if sides := [side.path for side in dataset.side_tables if os.path.exists(os.path.join(path, side.path))]:
-        raise EraseError(
-            f"{path} has columns of data.joins in {sides[0]}, which erase does not rewrite: remove the value from the source "
-            "and from the joined tables, prepare again into another data.path, and remove this folder"
-        )
     features = features_of(dataset, target.feature)
     for feature in features:
         refuse_hashed(feature, target.value)
@@ -95,18 +97,28 @@ def erase_from_dataset(target: Target, folder: Rewritten, known: dict[str, Datas
         _write_vocabulary(target, os.path.join(path, name), folder.new(os.path.join(below, name)), row_id)
         written[name] = _size_and_digest(os.path.join(staged, name))
     names = [feature.name for feature in features]
+    seen: Versions = {
+        side.index: (side.about["on"], set()) for side in dataset.side_tables if side.about["on"] in names
+    }
     splits = {
         split: replace(
-            each, files=[_rewrite_shard(target, folder, below, file, names, row_id, dataset) for file in each.files]
+            each,
+            files=[_rewrite_shard(target, folder, below, file, names, row_id, dataset, seen) for file in each.files],
         )
         for split, each in dataset.splits.items()
     }
+    sides = [
+        _rewrite_side_table(folder, below, side, names, row_id, seen.get(side.index, ("", set()))[1], dataset)
+        for side in dataset.side_tables
+    ]
     sparse = [
         replace(each, vocabulary_bytes=written[each.vocabulary][0], vocabulary_sha256=written[each.vocabulary][1])
         if each.vocabulary in written and each.vocabulary_sha256 is not None else each
         for each in dataset.sparse_features
     ]  # fmt: skip
-    after = known.setdefault(dataset.fingerprint(), replace(dataset, splits=splits, sparse_features=sparse))
+    after = known.setdefault(
+        dataset.fingerprint(), replace(dataset, splits=splits, sparse_features=sparse, side_tables=sides)
+    )
     storage.publish_text(os.path.join(staged, FILE_NAME), after.to_json())
     return row_id
 
@@ -129,22 +141,23 @@ def _write_vocabulary(target: Target, path: str, output: str, row_id: int) -> No
 
 
 def _rewrite_shard(
-    target: Target, folder: Rewritten, below: str, shard: ShardFile, names: list[str], row_id: int, dataset: Dataset
-) -> ShardFile:
+    target: Target, folder: Rewritten, below: str, shard: ShardFile, names: list[str], row_id: int, dataset: Dataset,
+    seen: Versions,
+) -> ShardFile:  # fmt: skip
     """Rewrite a shard in which the id occurs. A version of a registry has no shards."""
     name = os.path.join(below, shard.path)
     path = os.path.join(folder.path, name)
     if not os.path.exists(path):
         return shard
-    if storage.sha256_of(path) != shard.sha256:
-        raise EraseError(f"{path} is damaged: its SHA-256 is not that in {FILE_NAME}; restore it, or prepare again")
+    _check_whole(path, shard.sha256)
     group = (
         int(hash_text(pa.array([target.value]), 0).view(np.int64)[0])
         if dataset.group_column == target.feature
         else None
     )
     with pq.ParquetFile(path) as file:
-        groups = [_erased(file.read_row_group(number), names, row_id, group) for number in range(file.num_row_groups)]
+        read = (_without_versions(file.read_row_group(n), row_id, seen) for n in range(file.num_row_groups))
+        groups = [_erased(table, names, row_id, group) for table in read]
         if not any(changed for _, changed in groups):
             return shard
         output, codec = folder.new(name), file.metadata.row_group(0).column(0).compression
@@ -154,6 +167,60 @@ def _rewrite_shard(
     atomic.make_durable(output)
     size, digest = _size_and_digest(output)
     return replace(shard, size_bytes=size, sha256=digest)
+
+
+def _without_versions(table: pa.Table, row_id: int, seen: Versions) -> pa.Table:
+    """Return the rows of a shard, in which rows of the value see no version. Add the versions that they saw to `seen`."""
+    for index, (key, versions) in seen.items():
+        is_it = pc.equal(table[key], row_id)
+        versions.update(table[index].filter(is_it).to_pylist())
+        at = table.column_names.index(index)
+        field = table.schema.field(index)
+        table = table.set_column(at, field, pc.if_else(is_it, pa.scalar(0, field.type), table[index]))
+    return table
+
+
+def _rewrite_side_table(
+    folder: Rewritten, below: str, side: SideTable, names: list[str], row_id: int, versions: set[int], dataset: Dataset
+) -> SideTable:
+    """Rewrite a side table without `versions`, and without the id in other versions, for example in histories."""
+    name = os.path.join(below, side.path)
+    path = os.path.join(folder.path, name)
+    if not os.path.exists(path):
+        return side
+    _check_whole(path, side.sha256)
+    with pq.ParquetFile(path) as file:
+        before, codec = file.read(), file.metadata.row_group(0).column(0).compression
+    table, changed = _erased(before, names, row_id, None)
+    is_kept = pc.invert(pc.is_in(table[VERSION], pa.array(sorted(versions - {0}), table.schema.field(VERSION).type)))
+    table = table.filter(is_kept)
+    if not changed and len(table) == len(before):
+        return side
+    if versions and not pc.any(pc.equal(table[VERSION], 0)).as_py():
+        table = pa.concat_tables([_missing_values(table.schema, dataset), table])
+    output = folder.new(name)
+    with pq.ParquetWriter(output, before.schema, compression=codec) as writer:
+        writer.write_table(table, row_group_size=ROWS_AT_ONCE)
+    atomic.make_durable(output)
+    size, digest = _size_and_digest(output)
+    return replace(side, num_rows=len(table), size_bytes=size, sha256=digest)
+
+
+def _missing_values(schema: pa.Schema, dataset: Dataset) -> pa.Table:
+    """Return the row of version 0, whose values are missing, as `prepare` writes it."""
+    columns = {}
+    for each in schema:
+        value: Any = [] if pa.types.is_list(each.type) else 0
+        if each.name in dataset.dense_features:
+            transform = transform_of(each.name, dataset.dense_transform, dataset.dense_columns)
+            value = float(transform(np.array([np.nan]))[0])
+        columns[each.name] = pa.array([value], each.type)
+    return pa.table(columns, schema=schema)
+
+
+def _check_whole(path: str, sha256: str) -> None:
+    if storage.sha256_of(path) != sha256:
+        raise EraseError(f"{path} is damaged: its SHA-256 is not that in {FILE_NAME}; restore it, or prepare again")
 
 
 def _erased(table: pa.Table, names: list[str], row_id: int, group: int | None) -> tuple[pa.Table, bool]:

@@ -1,6 +1,7 @@
 """Erase a value from files that no manifest seals: raw rows, logs of requests, predictions, reports.
 
 Rows whose column of the feature is the value are removed from Parquet, JSON lines, and tables of text with a header.
+In columns of Parquet that share its values, as histories do, a missing value takes its place, so lists keep their length.
 In other text each occurrence is replaced by the word `erased`.
 """
 
@@ -15,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.extras.erase.scan import PARQUET, found_in, open_text
+from pipeline.extras.erase.scan import PARQUET, found_in, holds, open_text
 from pipeline.extras.erase.target import ERASED, Target
 from pipeline.runtime.storage import atomic
 
@@ -43,15 +44,30 @@ def erase_from_file(target: Target, path: str) -> bool:
 def _write_parquet(target: Target, path: str, staged: str) -> bool:
     with pq.ParquetFile(path) as file:
         schema = file.schema_arrow
-        if target.feature not in schema.names or not file.num_row_groups:
+        if not {target.feature, *target.sharing} & set(schema.names) or not file.num_row_groups:
             return False
         codec = file.metadata.row_group(0).column(0).compression
         with pq.ParquetWriter(staged, schema, compression=codec.replace("UNCOMPRESSED", "NONE")) as writer:
             for number in range(file.num_row_groups):
                 table = file.read_row_group(number)
-                is_it = [target.is_value(cell) for cell in table[target.feature].to_pylist()]
-                writer.write_table(table.filter(pa.array(~np.array(is_it, np.bool_))))
+                if target.feature in schema.names:
+                    is_it = [target.is_value(cell) for cell in table[target.feature].to_pylist()]
+                    table = table.filter(pa.array(~np.array(is_it, np.bool_)))
+                writer.write_table(_without_shared(target, table))
     return True
+
+
+def _without_shared(target: Target, table: pa.Table) -> pa.Table:
+    for name in target.sharing.intersection(table.column_names):
+        if holds(target, name, table[name]):
+            field = table.schema.field(name)
+            cells = [
+                [None if target.is_value(each) else each for each in cell]
+                if isinstance(cell, list) else None if target.is_value(cell) else cell
+                for cell in table[name].to_pylist()
+            ]  # fmt: skip
+            table = table.set_column(table.column_names.index(name), field, pa.array(cells, field.type))
+    return table
 
 
 def _write_text(target: Target, path: str, staged: str) -> bool:

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.data.dataset import Dataset, load_dataset
+from pipeline.data.dataset import Dataset, load_dataset, vocabulary_of
 from pipeline.extras.erase.artifacts import erase_from_artifact
 from pipeline.extras.erase.config import EraseJob
 from pipeline.extras.erase.datasets import erase_from_dataset
@@ -96,6 +96,9 @@ def _staged(target: Target, places: Places, result: Erasure, stack: ExitStack) -
     known: dict[str, Dataset] = {}
     sources = [*places.datasets, *(os.path.join(path, "data") for path in places.versions)]
     data = {load_dataset(path).fingerprint(): path for path in reversed(sources)}
+    for path in sources:
+        features = load_dataset(path).sparse_features
+        target.sharing |= {each.name for each in features if vocabulary_of(each) == target.feature} - {target.feature}
     datasets = [stack.enter_context(rewriting(path)) for path in places.datasets]
     for folder in datasets:
         erase_from_dataset(target, folder, known)

@@ -133,7 +133,7 @@ def holds(target: Target, name: str, column: pa.ChunkedArray, with_ids: bool = F
     if pa.types.is_integer(kind):
         return (
             not with_ids
-            and name == target.feature
+            and (name == target.feature or name in target.sharing)
             and bool(pc.any(pc.equal(column.cast(pa.string()), target.value)).as_py())
         )
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind)):

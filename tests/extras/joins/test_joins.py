@@ -24,8 +24,11 @@ from pipeline.data.prepare.run import describe, prepare
 from pipeline.data.raw.source import find_sources
 from pipeline.data.read.reader import ShardReader
 from pipeline.data.read.value_index import index_values
-from pipeline.extras.erase.datasets import erase_from_dataset
-from pipeline.extras.erase.folders import EraseError, Rewritten
+from pipeline.extras.erase.config import EraseJob
+from pipeline.extras.erase.datasets import _missing_values, erase_from_dataset
+from pipeline.extras.erase.folders import rewriting
+from pipeline.extras.erase.run import erase
+from pipeline.extras.erase.scan import found_in
 from pipeline.extras.erase.target import Target
 from pipeline.extras.joins.config import JoinConfig
 from pipeline.extras.joins.versions import read_versions
@@ -267,11 +270,59 @@ def test_rows_without_a_time_are_refused(tmp_path: Path) -> None:
     assert_says(raised, "data.columns.timestamp=", "leaks")
 
 
-def test_erase_refuses_a_data_set_whose_side_tables_it_would_leave(tables: Path) -> None:
+def test_an_erased_item_leaves_side_tables_and_histories_and_nothing_else_changes(tables: Path) -> None:
     path = prepare(job_of(tables, "data")).path
-    with pytest.raises(EraseError) as raised:
-        erase_from_dataset(Target("user", "3"), Rewritten(path), {})
-    assert_says(raised, "joins/0.parquet", "prepare again")
+    feature, side = load_dataset(path).sparse_feature("item"), load_dataset(path).side_tables[0]
+    before, schema = Opened(path).to_arrow("train"), pq.read_schema(Path(path, side.path))
+    row_id = int(
+        next(each for cell in before["history"].to_pylist() for each in cell if each in before["item"].to_pylist())
+    )
+    value = {
+        number: text
+        for first, texts in read_values(vocabulary_path(feature, path))
+        for number, text in enumerate(texts, first)
+    }[row_id]
+    unmatched = pq.read_table(Path(path, side.path)).slice(0, 1)
+    assert _missing_values(schema, load_dataset(path)).equals(unmatched)
+    target = Target("item", value, sharing={"history"})
+    files = [f"{tables}/{name}.parquet" for name in ("rows", "items", "users")]
+    assert [found_in(target, each) for each in files] == [
+        f"the value in column {name!r}" for name in ("item", "item", "history")
+    ]
+    result = erase(EraseJob(feature="item", value=value, folders=[path, *files]))
+    assert result.left == {} and {path, *files} == {*result.rewritten}
+    assert [found_in(target, each) for each in files] == ["", "", ""]
+    after, own = Opened(path).to_arrow("train"), before["item"].to_numpy() == row_id
+    assert own.any() and not (after["item"].to_numpy() == row_id).any()
+    for name in before.column_names:
+        for erased, old, new in zip(own, before[name].to_pylist(), after[name].to_pylist(), strict=True):
+            if erased and name in unmatched.column_names:
+                assert new == unmatched[name][0].as_py()
+            elif name in ("history", "item"):
+                old = old if name == "history" else [old]
+                assert [0 if each == row_id else each for each in old] == (new if name == "history" else [new])
+            else:
+                assert new == old
+    assert len(batches_of(path, "train")) > 1 and (load_dataset(path).side_tables[0].num_rows < side.num_rows)
+
+
+@pytest.mark.long
+def test_rows_of_an_erased_user_see_missing_values(tables: Path) -> None:
+    path = prepare(job_of(tables, "data")).path
+    with rewriting(path) as folder:
+        row_id = erase_from_dataset(Target("user", "3"), folder, {})
+        before = Opened(path).to_arrow("train")
+        assert folder.commit()
+    after, own, side = (
+        Opened(path).to_arrow("train"),
+        before["user"].to_numpy() == row_id,
+        load_dataset(path).side_tables[1],
+    )
+    assert own.any() and not after.filter(pa.array(own))["history"].combine_chunks().flatten().to_pylist()
+    assert {tuple(after[f"emb[{at}]"].to_numpy()[own]) for at in range(3)} == {(0.0,) * int(own.sum())}
+    assert after.filter(pa.array(~own)).equals(before.filter(pa.array(~own)))
+    assert pq.read_table(Path(path, side.path))["version"].to_pylist()[0] == 0
+    assert len(batches_of(path, "train")) > 1
 
 
 def test_a_damaged_side_table_or_version_is_found(tables: Path) -> None:
