@@ -1,7 +1,7 @@
 """Hold the dense values and ids that rows were scored with, until somebody asks for them.
 
-The scorer hands over references and copies nothing. `features_of` cuts the rows of one request out
-of a batch, in the thread of whoever asks.
+The scorer hands over references and copies nothing. `cut` takes the rows of requests out of their
+batches with few calls, and `join` sorts them by feature, perhaps in another process.
 """
 
 from __future__ import annotations
@@ -35,12 +35,26 @@ class EncodedSpan(NamedTuple):
     end: int
 
 
+class Cut(NamedTuple):
+    """Rows of one batch that follow each other. kept: [n] numbers of the rows that could be read, among all
+    rows that were cut out. batch_rows: the number of rows that the layers read together; place: of the first
+    row among them. dense: [n, num_dense]. lengths: [num_features, n]. values: the ids of one feature after the other.
+    """
+
+    kept: NDArray[np.int64]
+    batch_rows: int
+    place: int
+    dense: NDArray[np.float32]
+    lengths: NDArray[np.int64]
+    values: NDArray[np.int64]
+
+
 @dataclass(frozen=True)
 class RowFeatures:
     """The encoded rows. kept: [n] numbers of the rows that could be read. dense: [n, num_dense]
     float32. batch: [n, 2] the number of rows that the layers read together, and the place of the row
-    among them, because products of another number of rows may round otherwise. values, lengths: for each feature its ids of all rows one after the other, and [n] the
-    number of ids of each row.
+    among them, because products of another number of rows may round otherwise. values, lengths: for each
+    feature its ids of all rows one after the other, and [n] the number of ids of each row.
     """
 
     kept: NDArray[np.int64]
@@ -50,44 +64,49 @@ class RowFeatures:
     lengths: list[NDArray[np.int64]]
 
 
-def features_of(spans: Sequence[EncodedSpan], num_features: int) -> RowFeatures:
-    """Return the features of rows that were scored in one or several batches, in their order."""
-    kept, dense, batch = [np.zeros(0, np.int64)], [], [np.zeros((0, 2), np.int64)]
-    values: list[list[NDArray[np.int64]]] = []  # for each part: of each feature
-    lengths: list[list[NDArray[np.int64]]] = []
-    before = 0
+def cut(spans: Sequence[EncodedSpan]) -> list[Cut]:
+    """Return the rows of these parts of batches, in their order."""
+    cuts, before = [], 0
     for span in _merged(spans):
         for part in span.parts:
             first, last = np.searchsorted(part.kept, (span.begin, span.end)).tolist()
             if first == last:
                 continue
-            kept.append(part.kept[first:last] - span.begin + before)
-            dense.append(part.dense[first:last].numpy())
-            own, offsets = (each.numpy() for each in part.ids())
             num_rows = len(part.kept)
-            places = np.arange(first, last)
-            batch.append(np.stack([np.full(len(places), num_rows), places], axis=1))
-            if len(own) == num_features * num_rows and own.size and offsets[-1] == len(own) and _are_single(offsets):
-                values.append(list(own.reshape(num_features, num_rows)[:, first:last]))
-                lengths.append([np.ones(last - first, np.int64)] * num_features)
-                continue
-            ends = [offsets[each * num_rows + first : each * num_rows + last + 1] for each in range(num_features)]
-            values.append([own[each[0] : each[-1]] for each in ends])
-            lengths.append([np.diff(each) for each in ends])
+            values, offsets = (each.numpy() for each in part.ids())
+            lengths = (offsets[1:] - offsets[:-1]).reshape(-1, num_rows)
+            if last - first < num_rows:
+                lengths = lengths[:, first:last]
+                ends = zip(offsets[first:-1:num_rows].tolist(), offsets[last::num_rows].tolist(), strict=True)
+                values = np.concatenate([values[:0], *(values[begin:end] for begin, end in ends)])
+            dense = part.dense[first:last].numpy()
+            cuts.append(Cut(part.kept[first:last] + (before - span.begin), num_rows, first, dense, lengths, values))
         before += span.end - span.begin
+    return cuts
+
+
+def join(cuts: Sequence[Cut], num_features: int) -> RowFeatures:
+    """Return cut rows sorted by feature."""
+    kept, batch = [np.zeros(0, np.int64)], [np.zeros((0, 2), np.int64)]
+    values: list[list[NDArray[np.int64]]] = []  # for each cut: of each feature
+    for each in cuts:
+        kept.append(each.kept)
+        places = np.arange(each.place, each.place + len(each.kept))
+        batch.append(np.stack([np.full(len(places), each.batch_rows), places], axis=1))
+        values.append(np.split(each.values, each.lengths.sum(axis=1).cumsum()[:-1]) if num_features else [])
     nothing = np.zeros(0, np.int64)
     return RowFeatures(
         np.concatenate(kept),
-        np.concatenate(dense) if dense else np.zeros((0, 0), np.float32),
+        np.concatenate([each.dense for each in cuts]) if cuts else np.zeros((0, 0), np.float32),
         np.concatenate(batch),
         [np.concatenate(each) for each in zip(*values, strict=True)] or [nothing] * num_features,
-        [np.concatenate(each) for each in zip(*lengths, strict=True)] or [nothing] * num_features,
+        list(np.concatenate([each.lengths for each in cuts], axis=1)) if cuts else [nothing] * num_features,
     )
 
 
-def _are_single(offsets: NDArray[np.int64]) -> bool:
-    """Return True if each bag has one id, which is so for most models."""
-    return bool((offsets[1:] - offsets[:-1] == 1).all())
+def features_of(spans: Sequence[EncodedSpan], num_features: int) -> RowFeatures:
+    """Return the features of rows that were scored in one or several batches, in their order."""
+    return join(cut(spans), num_features)
 
 
 def _merged(spans: Sequence[EncodedSpan]) -> list[EncodedSpan]:

@@ -23,6 +23,7 @@ from pipeline.serving.artifact.export import ExportSummary
 from pipeline.serving.http.request_rows import JSON_TYPE
 from pipeline.serving.scoring.load import find_folder
 from tests.extras.publish.test_deltas import export_step, job_of
+from tests.extras.serving_log.test_serving_log import kill_server
 from tests.serving.servers import running
 from tests.serving.test_artifacts_served import raw_rows
 from tests.serving.test_switching import point, wait_until
@@ -76,8 +77,7 @@ def test_every_logged_score_is_reproduced_under_load_deltas_switches_and_kills(
             posting.wait()
             answered, clock_s = answered + posting.answered, clock_s + posting.clock_s
             drops += server.metric("observer_drops_total")
-            server.process.kill()
-            server.process.wait()
+            kill_server(server)
         rounds.append({"answered": posting.answered, "per_s": round(posting.answered / posting.clock_s)})
     words = [f"artifact={artifacts}", f"log={folder}", f"data_path={prepared_clicks}", "max_psi=99"]
     found = skew(load_config(SkewJob, words))

@@ -13,13 +13,15 @@ import pytest
 
 from pipeline.data.dataset import SequenceFeature
 from pipeline.extras.serving_log.compare_rows import ColumnSkew, compare, explain, read_training_rows
-from pipeline.extras.serving_log.observers.log import rows_of
+from pipeline.extras.serving_log.observers.log import model_of, requests_of
+from pipeline.extras.serving_log.writer import table_of
 from pipeline.runtime.errors import DataError
 from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
 from pipeline.serving.http.batching import Scores
 from pipeline.serving.http.observers import Answered
 from pipeline.serving.scoring.encoded import Encoded, EncodedSpan
 from pipeline.serving.scoring.raw_rows import RowEncoder
+from pipeline.serving.scoring.scorer import schema_of
 from tests.support.messages import mentions
 
 HASHED = ("city", "device", "hour", "user", "item_brand", "zip")
@@ -57,23 +59,21 @@ def served_rows() -> list[dict[str, Any]]:
     ]
 
 
-def logged(rows: list[dict[str, Any]]) -> tuple[Any, pa.Table]:
-    """What the observer writes of two requests with these rows, scored in one batch."""
-    from pipeline.serving.scoring.scorer import schema_of
-
+def answered_requests() -> list[Answered]:
+    """Two requests with these rows, scored in one batch."""
     columns = ENCODER.layout.columns
-    table = pa.Table.from_pylist(rows, schema=schema_of(columns))
+    table = pa.Table.from_pylist(served_rows(), schema=schema_of(columns))
     encoded = ENCODER.encode(table)
     part = Encoded(encoded.kept, encoded.dense, lambda: (encoded.values, encoded.offsets))
     manifest = SimpleNamespace(lineage={"name": "test"}, schema=SCHEMA)
-    scorer = SimpleNamespace(version="abc+2", columns=columns, tasks=(), manifest=manifest, program=None)
+    scorer: Any = SimpleNamespace(version="abc+2", columns=columns, tasks=(), manifest=manifest, program=None)
+    model: Any = SimpleNamespace(scorer=scorer)
     scores = np.linspace(0, 1, ROWS, dtype=np.float32)
     group = []
     for name, begin, end in (("first", 0, 20), ("second", 20, ROWS)):
-        span = EncodedSpan([part], begin, end)
-        scored = Scores(scores[begin:end], [], "abc+2", (span,))
-        group.append(Answered(name, 1e9, table.slice(begin, end - begin), scored, SimpleNamespace(scorer=scorer)))
-    return rows_of(group)
+        scored = Scores(scores[begin:end], [], "abc+2", (EncodedSpan([part], begin, end),))
+        group.append(Answered(name, 1e9, table.slice(begin, end - begin), scored, model))
+    return group
 
 
 def _change(name: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -102,7 +102,9 @@ PLANTED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, s
 
 @pytest.fixture(scope="module")
 def log() -> tuple[Any, pa.Table]:
-    return logged(served_rows())
+    group = answered_requests()
+    model = model_of(0, group[0].model.scorer)
+    return model.about, table_of(model, [requests_of(model, group)])
 
 
 @pytest.mark.parametrize("planted", PLANTED)

@@ -17,7 +17,8 @@ from pipeline.data.dataset import load_dataset
 from pipeline.data.prepare.run import prepare
 from pipeline.extras.serving_log.job import JoinLabelsJob
 from pipeline.extras.serving_log.join import SUMMARY, join_labels
-from pipeline.extras.serving_log.log_files import About, LogWriter
+from pipeline.extras.serving_log.log_files import About
+from pipeline.extras.serving_log.writer import LogWriter
 from pipeline.extras.stream.sources.folder import _is_followed
 from pipeline.runtime.errors import DataError
 from tests.support.messages import mentions

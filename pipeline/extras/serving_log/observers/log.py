@@ -1,25 +1,32 @@
 """Log answered requests as Parquet files:  python -m pipeline serve artifact=A observers.log.folder=logs/serving
 
 Requests are chosen by a hash of their id (share), so every server chooses the same ones, and by
-rate (requests_per_s). The log has the raw values of users: protect the folder.
+rate (requests_per_s). The server only sends what it has to a process, which makes and writes the files
+on idle cores (writer.py). The log has the raw values of users: protect the folder.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from fcntl import F_SETPIPE_SZ, fcntl
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import torch
 from prometheus_client import Counter, Gauge
 
 from pipeline.config.registry import register
-from pipeline.extras.serving_log import log_files
-from pipeline.extras.serving_log.log_files import IDS, PREFIX, About, LogWriter, list_column, score_names
+from pipeline.extras.serving_log.log_files import PREFIX, About
+from pipeline.extras.serving_log.records import Model, Report, Request, Requests, Settings, cut_bytes, encode
 from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_given, check_within
 from pipeline.runtime.logs import get_logger
 from pipeline.serving.http.admission import ClientRates
@@ -27,9 +34,12 @@ from pipeline.serving.http.batching import PREFIX as METRICS
 from pipeline.serving.http.batching import ServerMetrics
 from pipeline.serving.http.observers import Answered
 from pipeline.serving.scoring.dense_program import DenseProgram
-from pipeline.serving.scoring.encoded import features_of
-from pipeline.serving.scoring.scorer import ColumnLists, as_table, concat_rows, schema_of, score_columns, with_text
+from pipeline.serving.scoring.scorer import ColumnLists, UserItems, as_table, schema_of, score_columns
 
+WRITER = "pipeline.extras.serving_log.writer"
+SENT_ROWS = 16  # at once: the interpreter's lock is held about 0.2 ms, and then let go
+PIPE_BYTES = 1 << 20
+RESTART_S = 10.0
 logger = get_logger(__name__)
 
 
@@ -62,25 +72,27 @@ class LogSettings:
 
     def make(self, metrics: ServerMetrics) -> ServingLog:
         try:
-            writer = LogWriter(self.folder, self.rows_per_file, self.flush_s, int(self.max_gb * 2**30))
+            os.makedirs(self.folder, exist_ok=True)
             if not os.access(self.folder, os.W_OK):
                 raise PermissionError(13, "no write permission")
         except OSError as error:
             raise ConfigError(f"observers.log.folder={self.folder} cannot be written to: {error.strerror}") from None
-        return ServingLog(self, writer, metrics)
+        return ServingLog(self, metrics)
 
 
 class ServingLog:
     """The observer. wants() runs on the event loop, the other methods on one thread."""
 
-    def __init__(self, settings: LogSettings, writer: LogWriter, metrics: ServerMetrics) -> None:
-        self._writer, self._threshold = writer, round(settings.share * 2**32)
+    def __init__(self, settings: LogSettings, metrics: ServerMetrics) -> None:
+        self._threshold = round(settings.share * 2**32)
         self._rates = None if settings.requests_per_s is None else ClientRates(settings.requests_per_s)
-        registry = metrics.registry
+        written = Settings(settings.folder, settings.rows_per_file, settings.flush_s, int(settings.max_gb * 2**30))
+        self._process = WriterProcess(written)
+        self._models: dict[str, Model] = {}  # version of the artifact -> what the process was told about it
+        self._failures, registry = metrics.observer_failures.labels("log"), metrics.registry
         self._rows = Counter(f"{METRICS}_log_rows", "Rows given to the serving log", registry=registry)
-        self._lost = Counter(f"{METRICS}_log_lost_requests", "Requests that could not be logged", registry=registry)
         self._bytes = Gauge(f"{METRICS}_log_bytes", "Files of the serving log", registry=registry)
-        self._removed = Gauge(f"{METRICS}_log_removed_files", "Oldest files that were removed", registry=registry)
+        self._removed = Counter(f"{METRICS}_log_removed_files", "Oldest files that were removed", registry=registry)
 
     def wants(self, answered: Answered) -> bool:
         if answered.model.retrieves or not answered.rows.num_rows:
@@ -90,75 +102,149 @@ class ServingLog:
         return self._rates is None or not self._rates.take("")
 
     def take(self, answered: Sequence[Answered]) -> None:
-        # Lists of one model become columns together; a table, or a user with items, alone.
-        groups: dict[tuple[int, str, int], list[Answered]] = {}
-        for number, each in enumerate(answered):
-            alone = 0 if isinstance(each.rows, ColumnLists) else 1 + number
-            groups.setdefault((id(each.model), each.scored.version, alone), []).append(each)
-        for group in groups.values():
-            try:
-                self._add(group)
-            except (ArithmeticError, ValueError, LookupError, TypeError) as error:
-                if len(group) > 1:  # text that is not valid Unicode must not cost other requests their rows
-                    for each in group:
-                        self.take([each])
-                    continue
-                self._lost.inc()
-                logger.warning("request %s is not logged: %s", group[0].request_id, " ".join(str(error).split())[:200])
-        self._writer.flush_if_due()
-        self._bytes.set(self._writer.num_bytes)
-        self._removed.set(self._writer.num_removed)
+        self._count(self._process.new_report())
+        if answered and not self._process.is_running():
+            self._count(self._process.restart())
+            self._models = {}
+        for group in _groups(answered):
+            self._send(group)
 
-    def _add(self, group: Sequence[Answered]) -> None:
-        about, table = rows_of(group)
-        self._writer.add(about, table)
-        self._rows.inc(table.num_rows)
+    def _send(self, group: Sequence[Answered]) -> None:
+        version = group[0].scored.version.partition("+")[0]
+        try:
+            model = self._models.get(version) or model_of(len(self._models), group[0].model.scorer)
+            message = encode(requests_of(model, group))
+        except (ArithmeticError, ValueError, LookupError, TypeError) as error:
+            if len(group) == 1:
+                self._failures.inc()
+                logger.warning("request %s is not logged: %s", group[0].request_id, " ".join(str(error).split())[:200])
+                return
+            for each in group:  # a value that cannot be sent must not cost other requests their rows
+                self._send([each])
+            return
+        if version not in self._models:
+            self._process.send(encode(model))
+            self._models[version] = model
+        self._process.send(message, len(group))
+        self._rows.inc(sum(each.rows.num_rows for each in group))
+
+    def _count(self, report: Report) -> None:
+        self._failures.inc(report.lost)
+        self._removed.inc(report.removed)
+        self._bytes.set(report.num_bytes)
 
     def close(self) -> None:
-        self._writer.flush()
+        self._process.close()
 
 
-def rows_of(group: Sequence[Answered]) -> tuple[About, pa.Table]:
-    """Return requests that one version answered as rows of the log."""
-    scorer: Any = group[0].model.scorer
-    about = _about(scorer)
-    rows = concat_rows([each.rows for each in group]) if len(group) > 1 else group[0].rows
-    # A user with items has its columns in another order, and the same rows go to the same file.
-    raw = with_text(as_table(rows), scorer.columns.sparse).select(about.raw).cast(schema_of(scorer.columns))
-    features = features_of([span for each in group for span in each.scored.encoded], len(about.features))
-    numbers = np.full(raw.num_rows, -1)
-    numbers[features.kept] = np.arange(len(features.kept))
-    kept = pa.array(numbers, mask=numbers < 0)
-    counts = [each.rows.num_rows for each in group]
-    version, _, delta = group[0].scored.version.partition("+")
-    reasons: list[str | None] = []
-    for each, count in zip(group, counts, strict=True):
-        said = {row.row: row.reason for row in each.scored.refused}
-        reasons += [said.get(row) for row in range(count)]
-    columns: dict[str, Any] = {
-        log_files.REQUEST_ID: pa.array(np.repeat(np.array([each.request_id for each in group], object), counts)),
-        log_files.ROW: pa.array(np.concatenate([np.arange(count) for count in counts]), pa.int32()),
-        log_files.TIME: pa.array(
-            np.repeat([round(each.at * 1e6) for each in group], counts), pa.timestamp("us", tz="UTC")
-        ),
-        log_files.ARTIFACT: pa.repeat(version, raw.num_rows),
-        log_files.DELTA: pa.array(np.full(raw.num_rows, int(delta or 0)), pa.int32()),
-        log_files.REASON: pa.array(reasons, pa.string()),
-        log_files.BATCH_ROWS: pa.array(features.batch[:, 0], pa.int32()).take(kept),
-        log_files.BATCH_ROW: pa.array(features.batch[:, 1], pa.int32()).take(kept),
-    }
-    scores = np.concatenate([each.scored.scores.reshape(len(each.scored.scores), -1) for each in group])
-    without = pa.array(np.isin(np.arange(raw.num_rows), [row for row, said in enumerate(reasons) if said is not None]))
-    for number, name in enumerate(score_names(about.scores)):
-        columns[name] = pa.array(scores[:, number], pa.float32(), mask=without.to_numpy(zero_copy_only=False))
-    width = features.dense.shape[1]
-    columns[log_files.DENSE] = list_column(
-        features.dense.reshape(-1), np.full(len(features.kept), width), pa.float32(), kept
-    )
-    for name, values, lengths in zip(about.features, features.values, features.lengths, strict=True):
-        columns[IDS + name] = list_column(values, lengths, pa.int64(), kept)
-    own = pa.table(columns)
-    return about, pa.table([*raw.columns, *own.columns], names=[*raw.column_names, *own.column_names])
+def _groups(answered: Sequence[Answered]) -> Iterator[list[Answered]]:
+    """Yield about SENT_ROWS rows that one version of one model answered."""
+    group: list[Answered] = []
+    num_rows = 0
+    for each in answered:
+        is_other = group and (each.model is not group[0].model or each.scored.version != group[0].scored.version)
+        if is_other or num_rows >= SENT_ROWS:
+            yield group
+            group, num_rows = [], 0
+        group.append(each)
+        num_rows += each.rows.num_rows
+    if group:
+        yield group
+
+
+def model_of(number: int, scorer: Any) -> Model:
+    return Model(number, _about(scorer), schema_of(scorer.columns).serialize().to_pybytes())
+
+
+def requests_of(model: Model, group: Sequence[Answered]) -> Requests:
+    requests = [
+        Request(
+            each.request_id, round(each.at * 1e6), each.rows.num_rows, _raw_rows(each.rows, model.about.raw),
+            [(row.row, row.reason) for row in each.scored.refused],
+            np.asarray(each.scored.scores, np.float32).tobytes(),
+        )
+        for each in group
+    ]  # fmt: skip
+    delta = int(group[0].scored.version.partition("+")[2] or 0)
+    return Requests(model.number, delta, requests, cut_bytes([span for each in group for span in each.scored.encoded]))
+
+
+def _raw_rows(rows: Any, names: Sequence[str]) -> Any:
+    """Return the columns in the order of `names`, or an Arrow stream if they are not lists."""
+    if isinstance(rows, ColumnLists):
+        return rows.columns
+    if isinstance(rows, UserItems) and isinstance(rows.user, ColumnLists) and isinstance(rows.items, ColumnLists):
+        of_user = {
+            name: list(value) * rows.num_rows
+            for name, value in zip(rows.user.schema.names, rows.user.columns, strict=True)
+        }
+        columns = of_user | dict(zip(rows.items.schema.names, rows.items.columns, strict=True))
+        return [columns[name] for name in names]
+    table, sink = as_table(rows), pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+class WriterProcess:
+    """The process that writes the files."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._command = [sys.executable, "-m", WRITER, msgspec.json.encode(settings).decode()]
+        self._start()
+
+    def _start(self) -> None:
+        self._num_sent, self._unread, self._last = 0, b"", Report()  # requests; a part of a line
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self._process = process = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+        )
+        assert process.stdin is not None and process.stdout is not None
+        self._input, self._output = process.stdin, process.stdout
+        self._started = time.monotonic()
+        os.set_blocking(self._output.fileno(), False)
+        with suppress(OSError):  # the limit of a user without rights may be reached
+            fcntl(self._input.fileno(), F_SETPIPE_SZ, PIPE_BYTES)
+
+    def send(self, message: bytes, num_requests: int = 0) -> None:
+        """Send, and wait if the process is slow; then requests wait in the observer's queue. Raises OSError."""
+        self._input.write(message)
+        self._input.flush()
+        self._num_sent += num_requests
+
+    def new_report(self) -> Report:
+        """Return what has been done since the last call."""
+        with suppress(BlockingIOError):
+            self._unread += os.read(self._output.fileno(), 1 << 16)
+        *lines, self._unread = self._unread.split(b"\n")
+        last, self._last = self._last, msgspec.json.decode(lines[-1], type=Report) if lines else self._last
+        return Report(
+            self._last.written - last.written, self._last.lost - last.lost, self._last.removed - last.removed, self._last.num_bytes
+        )  # fmt: skip
+
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def restart(self) -> Report:
+        """Start a process that has ended. Return what was lost with it. Raises OSError if it started a moment ago."""
+        ended = f"the process that writes the log ended with exit code {self._process.returncode}"
+        if time.monotonic() - self._started < RESTART_S:
+            raise OSError(ended)
+        logger.warning("%s, and is started again", ended)
+        lost = self._num_sent - self._last.written - self._last.lost
+        self._end_input()
+        self._output.close()
+        self._start()
+        return Report(lost=lost)
+
+    def _end_input(self) -> None:
+        with suppress(OSError):
+            self._input.close()
+
+    def close(self) -> None:
+        """End the input, and wait until all is written."""
+        self._end_input()
+        self._process.wait()
 
 
 def _about(scorer: Any) -> About:
@@ -174,7 +260,7 @@ def _about(scorer: Any) -> About:
         [feature.name for feature in schema.features] if schema is not None else [],
         list(schema.dense) if schema is not None else [],
         score_columns(scorer.tasks),
-        torch.__version__,
+        str(torch.__version__),
         torch.get_num_threads(),
         torch.backends.cpu.get_cpu_capability(),
         manifest is not None and not isinstance(scorer.program, DenseProgram),
