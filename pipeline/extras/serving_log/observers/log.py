@@ -196,8 +196,9 @@ class WriterProcess:
     def _start(self) -> None:
         self._num_sent, self._unread, self._last = 0, b"", Report()  # requests; a part of a line
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        # Not a session of its own: Linux (autogroup) would give it as much of a busy core as the whole server.
         self._process = process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, process_group=0
         )
         assert process.stdin is not None and process.stdout is not None
         self._input, self._output = process.stdin, process.stdout
