@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 from prometheus_client import Gauge
@@ -75,11 +76,12 @@ class Drift:
         self._joined_at = gauge("labels_joined_timestamp_seconds", "When labels were joined last")
 
     def wants(self, answered: Answered) -> bool:
-        return not answered.model.retrieves and random.random() < self._settings.share
+        has_rows = not answered.model.retrieves and answered.rows.num_rows > 0
+        return has_rows and random.random() < self._settings.share
 
     def take(self, answered: Sequence[Answered]) -> None:
-        for each in answered:
-            self._count(each)
+        for _, group in groupby(answered, lambda each: id(each.model)):
+            self._count(list(group))
         if self._num_rows >= self._settings.window_rows:
             self._num_rows //= 2
             self._features.fade(0.5)
@@ -88,20 +90,23 @@ class Drift:
             self._updated = time.monotonic()
             self._update()
 
-    def _count(self, answered: Answered) -> None:
-        manifest = getattr(answered.model.scorer, "manifest", None)
+    def _count(self, group: Sequence[Answered]) -> None:
+        """Count the rows of requests that one model answered, all at once: a call for each request would
+        hold the interpreter's lock for too long.
+        """
+        manifest = getattr(group[0].model.scorer, "manifest", None)
         if manifest is None:
             return
         schema = manifest.schema
-        features = features_of(answered.scored.encoded, len(schema.features))
+        features = features_of([span for each in group for span in each.scored.encoded], len(schema.features))
         for number, name in enumerate(schema.dense):
             self._features.add(name, features.dense[:, number])
         for feature, values in zip(schema.features, features.values, strict=True):
             self._features.add(feature.name, values)
-        scores = answered.scored.scores.reshape(len(answered.scored.scores), -1)[:, 0]
+        scores = np.concatenate([each.scored.scores.reshape(each.rows.num_rows, -1)[:, 0] for each in group])
         self._scores.add(SCORE, scores[np.isfinite(scores)])
         self._num_rows += len(features.kept)
-        self._is_own.set(answered.scored.version.partition("+")[0] == self._reference.version.partition("+")[0])
+        self._is_own.set(group[-1].scored.version.partition("+")[0] == self._reference.version.partition("+")[0])
 
     def _update(self) -> None:
         self._rows.set(self._num_rows)
