@@ -79,7 +79,7 @@ PAGES = {
         "Servers without a log (`off`), with a log of all requests and with a log of a tenth of them took turns. At the end they were killed by "
         "SIGKILL, and `skew` computed the logged rows again: `equal ids` and `equal scores` count the rows with the same bits. Clients and server "
         "shared two cores, and nothing else ran. `least` and `most` are of `p99 / off` over the rounds. When these figures were measured, a "
-        "thread of the server wrote the log, and answers waited for it. Now a process of its own writes the log on idle cores; "
+        "thread of the server wrote the log, and answers waited for it. Now a separate process writes the log on idle cores; "
         "the figures of this process are not measured on a quiet machine yet.",
     ),
     "next_item": (
