@@ -33,6 +33,7 @@ from pipeline.runtime.storage.checksums import checksums_of
 from pipeline.runtime.storage.lease import RunFolderHeldError, take_lease
 from pipeline.runtime.storage.manifest import MANIFEST, check_still_signed, open_manifest, seal_manifest
 from pipeline.runtime.storage.signature import Purpose, requiring, signing
+from pipeline.serving.artifact.manifest import ITEM_VALUES, read_manifest
 
 ERASED = "erased"  # the state of the ledger's record
 LEASE_TTL_S = 120.0
@@ -139,8 +140,32 @@ def _is_of_registry(job: EraseJob, path: str) -> bool:
     return bool(job.registry) and os.path.relpath(path, job.registry).split(os.sep)[0] in OF_REGISTRY
 
 
+def _values_of_others(target: Target, places: Places) -> set[str]:
+    """Return the files that list the values of other features only, and add these features to the target."""
+    others: dict[str, set[str]] = {}
+    for folder in [*places.datasets, *(os.path.join(path, "data") for path in places.versions)]:
+        for each in load_dataset(folder).sparse_features:
+            files = others.setdefault(vocabulary_of(each), set())
+            if each.vocabulary:
+                files.add(os.path.join(folder, each.vocabulary))
+    for folder in [*places.artifacts, *(os.path.join(path, "artifact") for path in places.versions)]:
+        if not os.path.exists(os.path.join(folder, MANIFEST)):
+            continue
+        manifest = read_manifest(folder)
+        for feature in manifest.schema.features:
+            files = others.setdefault((feature.sequence and feature.sequence.shares) or feature.name, set())
+            if feature.name in manifest.vocabularies:
+                files.add(os.path.join(folder, manifest.vocabularies[feature.name]))
+        if manifest.retrieval is not None:
+            others.setdefault(manifest.retrieval.item_feature, set()).add(os.path.join(folder, ITEM_VALUES))
+    own = others.pop(target.feature, set())
+    target.others = set(others)
+    return set().union(*others.values()) - own
+
+
 def _scan(target: Target, job: EraseJob, places: Places, result: Erasure) -> None:
-    """Search every file below the folders."""
+    """Search every file below the folders, except the lists of values of other features."""
+    of_others = _values_of_others(target, places)
     for root in job.places:
         found = [(root, "", [os.path.basename(root)])] if os.path.isfile(root) else list(os.walk(root))
         for folder, _, names in found:
@@ -150,7 +175,7 @@ def _scan(target: Target, job: EraseJob, places: Places, result: Erasure) -> Non
                 path = os.path.join(at, name)
                 result.num_files += 1
                 result.num_bytes += os.path.getsize(path)
-                if problem := found_in(target, path, with_ids):
+                if path not in of_others and (problem := found_in(target, path, with_ids)):
                     result.left[path] = problem
 
 

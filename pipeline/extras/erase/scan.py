@@ -17,9 +17,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.checkpoint.owners import SHARD
+from pipeline.data.read.endless import FILE as NEW_VALUES
 from pipeline.extras.differential.packed import PackedFile
 from pipeline.extras.erase.target import Target
 from pipeline.runtime.storage.manifest import MANIFEST
+from pipeline.serving.artifact.deltas import VALUES_FILE
 
 BLOCK_BYTES = 8 << 20
 GZIP, ZSTD, ZIP, PARQUET, ARROW = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"PAR1", b"ARROW1"
@@ -64,11 +66,22 @@ def _found(target: Target, path: str, with_ids: bool) -> str:
             return _in_stream(target, gzip.open(file))
         elif head.startswith(ZSTD):
             return _in_stream(target, pa.CompressedInputStream(pa.PythonFile(file), "zstd"))
+        elif os.path.basename(path) in (NEW_VALUES, VALUES_FILE):
+            content = file.read()
+            text = zlib.decompress(content) if path.endswith(".z") else content
+            return VALUE if _in_values(target, json.loads(text)) else ""
         elif path.endswith(".z"):
             return _in_stream(target, io.BytesIO(zlib.decompress(file.read())))
         elif SHARD.fullmatch(os.path.basename(path)) and _is_packed(path):
             return _in_stream(target, PackedFile(file, os.path.getsize(path), path))  # type: ignore[arg-type]
         return _in_stream(target, file)
+
+
+def _in_values(target: Target, node: Any) -> bool:
+    """Return True if the values by feature in `node`, which a stream has added, have the value."""
+    if isinstance(node, dict):
+        return any(_in_values(target, each) for name, each in node.items() if name not in target.others)
+    return any(_in_values(target, each) for each in node) if isinstance(node, list) else node == target.value
 
 
 def _is_packed(path: str) -> bool:
@@ -139,7 +152,10 @@ def holds(target: Target, name: str, column: pa.ChunkedArray, with_ids: bool = F
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind)):
         return False
     column = column.cast(pa.large_binary())
-    if bool(pc.any(pc.equal(column, pa.scalar(target.value.encode(), pa.large_binary()))).as_py()):
+    is_it = pc.equal(column, pa.scalar(target.value.encode(), pa.large_binary()))
+    if name in target.others:
+        column = column.filter(pc.invert(is_it))
+    elif bool(pc.any(is_it).as_py()):
         return True
     for each in {word for word in target.encodings if len(word) > 1}:
         hits = column.filter(pc.match_substring(column, each)) if b"\x00" not in each else column.slice(0, 0)

@@ -53,7 +53,7 @@ def erase_from_steps(
         where = step_path(path, step)
         manifest = read_manifest(where)
         fingerprint = manifest["data_order"]["dataset"]
-        name = os.path.join(below, step_name(step))
+        name, files = os.path.join(below, step_name(step)), dict(manifest["files"])
         has_row = False
         if fingerprint in data:
             has_row = _erase_rows(target, folder, name, manifest, data[fingerprint])
@@ -67,7 +67,7 @@ def erase_from_steps(
             manifest["data_order"]["dataset"] = new.fingerprint()
         if is_link(manifest) and (previous := int(manifest["chain"]["previous"])) in digests:
             manifest["chain"]["previous_sha256"] = digests[previous]
-        if has_row or new is not None or (is_link(manifest) and previous in digests):
+        if manifest["files"] != files or new is not None or (is_link(manifest) and previous in digests):
             check_still_signed(os.path.join(where, MANIFEST))
             output = os.path.join(folder.staged, name, MANIFEST)
             storage.publish_text(output, seal_manifest(manifest, Purpose.STEP))
@@ -87,8 +87,9 @@ def _erase_rows(target: Target, folder: Rewritten, name: str, manifest: dict[str
     added = known.values.get(target.feature, []) if known else []
     if row_id is None and target.value in added:
         row_id = own.cardinality + added.index(target.value)
-    if known is not None and row_id is not None:
-        tombstone = target.tombstone(row_id)
+    waits = known is not None and target.value in known.waiting.get(target.feature, [])  # it has no row yet
+    if known is not None and (row_id is not None or waits):
+        tombstone = target.tombstone(-1 if row_id is None else row_id)
         values = {key: [tombstone if key == target.feature and each == target.value else each for each in texts]
                   for key, texts in known.values.items()}  # fmt: skip
         waiting = {key: [each for each in texts if key != target.feature or each != target.value]

@@ -19,12 +19,14 @@ ERASED = "erased"
 @dataclass
 class Target:
     """`rows`: bytes of the value's rows and optimizer states as stored before, in all files that hold them. `sharing`:
-    other columns whose values are from the feature's vocabulary, for example histories of items."""
+    other columns whose values are from the feature's vocabulary, for example histories of items. `others`: features with
+    vocabularies of their own. An equal value of theirs, such as the item of the same number, stays."""
 
     feature: str
     value: str
     rows: set[bytes] = field(default_factory=set)
     sharing: set[str] = field(default_factory=set)
+    others: set[str] = field(default_factory=set)
 
     def tombstone(self, row_id: int) -> str:
         """Return the text that keeps the value's place in a vocabulary. It depends on the feature and id alone, so

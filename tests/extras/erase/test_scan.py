@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.data.read.endless import FILE, Known, to_bytes
 from pipeline.extras.erase.config import EraseJob
 from pipeline.extras.erase.folders import Rewritten, recover
 from pipeline.extras.erase.plain_files import erase_from_file
@@ -22,6 +23,7 @@ from pipeline.extras.erase.run import erase
 from pipeline.extras.erase.scan import found_in
 from pipeline.extras.erase.target import Target
 from pipeline.runtime.errors import ConfigError, UserError
+from pipeline.serving.artifact.deltas import NewIds, values_to_bytes
 
 USER = 'ä"b-77'
 
@@ -79,6 +81,23 @@ def test_bytes_of_a_row_are_found_unless_they_are_common(tmp_path: Path) -> None
     target.add_row(bytes(16), bytes(range(16)))
     path.write_bytes(bytes(100) + bytes(range(16)))
     assert found_in(target, str(path)) == "the bytes of its row" and len(target.rows) == 1
+
+
+def test_an_equal_value_of_another_feature_is_not_the_value(tmp_path: Path) -> None:
+    target = Target("user", "7000123", others={"item"})
+    for name, column, wanted in (
+        ("item", ["7000123"], ""), ("item", [["7", "7000123"]], ""), ("item", ["of 7000123"], "the value in column 'item'"),
+        ("user", ["7000123"], "the value in column 'user'"), ("note", ["7000123"], "the value in column 'note'"),
+    ):  # fmt: skip
+        pq.write_table(pa.table({name: column}), tmp_path / "a.parquet")
+        assert found_in(target, str(tmp_path / "a.parquet")) == wanted, (name, column)
+    for name in ("item", "user"):
+        added = Known({name: ["5", "7000123"]}, {})
+        (tmp_path / FILE).write_bytes(to_bytes(added))
+        (tmp_path / "values.json").write_bytes(values_to_bytes({name: NewIds(9, added.values[name])}))
+        assert {found_in(target, str(tmp_path / each)) for each in (FILE, "values.json")} == {
+            "the value" if name == "user" else ""
+        }
 
 
 def test_plain_files_lose_the_rows_of_the_value(tmp_path: Path) -> None:
