@@ -103,7 +103,7 @@ PLANTED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, s
 @pytest.fixture(scope="module")
 def log() -> tuple[Any, pa.Table]:
     group = answered_requests()
-    model = model_of(0, group[0].model.scorer)
+    model = model_of(0, group[0].model)
     return model.about, table_of(model, [requests_of(model, group)])
 
 

@@ -170,7 +170,7 @@ def test_a_killed_process_of_the_log_is_counted_and_started_again(tmp_path: Path
     assert failures.get() == len(group) + 1
     log.close()
     ((_, about, table),) = read_log(str(tmp_path))
-    model = observer.model_of(0, group[0].model.scorer)
+    model = observer.model_of(0, group[0].model)
     assert about == model.about and table.slice(60).to_pydict()["log.request_id"] == ["good"] * 40
     assert table.slice(0, 60).equals(table_of(model, [observer.requests_of(model, group)]).cast(table.schema))
 

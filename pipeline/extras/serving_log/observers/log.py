@@ -33,6 +33,7 @@ from pipeline.serving.http.admission import ClientRates
 from pipeline.serving.http.batching import PREFIX as METRICS
 from pipeline.serving.http.batching import ServerMetrics
 from pipeline.serving.http.observers import Answered
+from pipeline.serving.http.switching import ServedModel
 from pipeline.serving.scoring.dense_program import DenseProgram
 from pipeline.serving.scoring.scorer import ColumnLists, UserItems, as_table, schema_of, score_columns
 
@@ -112,7 +113,7 @@ class ServingLog:
     def _send(self, group: Sequence[Answered]) -> None:
         version = group[0].scored.version.partition("+")[0]
         try:
-            model = self._models.get(version) or model_of(len(self._models), group[0].model.scorer)
+            model = self._models.get(version) or model_of(len(self._models), group[0].model)
             message = encode(requests_of(model, group))
         except (ArithmeticError, ValueError, LookupError, TypeError) as error:
             if len(group) == 1:
@@ -152,7 +153,8 @@ def _groups(answered: Sequence[Answered]) -> Iterator[list[Answered]]:
         yield group
 
 
-def model_of(number: int, scorer: Any) -> Model:
+def model_of(number: int, model: ServedModel) -> Model:
+    scorer = model.scorer
     return Model(number, _about(scorer), schema_of(scorer.columns).serialize().to_pybytes())
 
 
