@@ -101,7 +101,7 @@ PAGES = {
     "quality": (
         "Quality of the models, compared with FuxiCTR's",
         "Each model was trained here and by FuxiCTR 2.3.10 on the same files: one thread, Adam at 0.001, vectors of 16, three layers of 64 "
-        "without dropout and norms (unless a model has them), and L2 of tables 0.001 (LR and FM: none). The step with the best validation AUC was measured on the test split. FuxiCTR has its own schedule: a "
+        "without dropout, and without norms except in models with norms, and L2 of tables 0.001 (LR and FM: none). The step with the best validation AUC was measured on the test split. FuxiCTR has its own schedule: a "
         "tenth of the rate after each epoch without improvement, the end after the second. Here it was `early_stop=auc`. A figure is the mean over "
         "seeds, with the standard deviation in parentheses. `standard error` belongs to the difference. AUC is better if "
         "higher, log loss if lower. `criteo` is the first 10,000 rows of Criteo Kaggle, in batches of 256; its test split has 2,000 rows. "

@@ -118,7 +118,7 @@ class ServingLog:
         except (ArithmeticError, ValueError, LookupError, TypeError) as error:
             if len(group) == 1:
                 self._failures.inc()
-                logger.warning("request %s is not logged: %s", group[0].request_id, " ".join(str(error).split())[:200])
+                logger.warning("request %a is not logged: %s", group[0].request_id, " ".join(str(error).split())[:200])
                 return
             for each in group:  # a value that cannot be sent must not cost other requests their rows
                 self._send([each])
