@@ -50,7 +50,7 @@ NO_DROPOUT = ["model.dropout=0"]  # a GPU draws from a generator of its own
 
 # Sums of another order move a unit of finalmlp's ReLUs across 0: one weight of thousands by 3e-5. The layer norms of masknet follow
 # vectors that start near 0, and magnify rounding.
-TOLERANCES = {"finalmlp": 1e-4, "masknet": 1e-3}
+TOLERANCES = {"finalmlp": 1e-4, "masknet": 5e-3}
 
 
 def cases() -> Iterator[tuple[str, list[str], str, int]]:
