@@ -105,7 +105,7 @@ PAGES = {
         "tenth of the rate after each epoch without improvement, the end after the second. Here it was `early_stop=auc`. A figure is the mean over "
         "seeds, with the standard deviation in parentheses. `standard error` belongs to the difference. AUC is better if "
         "higher, log loss if lower. `criteo` is the first 10,000 rows of Criteo Kaggle, in batches of 256; its test split has 2,000 rows. "
-        "`ml100k` is MovieLens 100k, in batches of 1,024; its test split has 10,000 rows. "
+        "`ml100k` is MovieLens 100k, in batches of 1,024; its test split has 10,000 rows. A campaign that was cut short gave WuKong on `criteo` fewer seeds. "
         "FuxiCTR always clips the norm of all gradients together at 10, and these runs have no clipping here. It matters if a model normalizes vectors that start near 0, "
         "because the first gradients are then hundreds of times larger than later ones: MaskNet and WuKong are worse without it. With "
         "`optimizer.sparse.gradient_clip_norm=1 trainer.gradient_clip_norm=10` WuKong gains about two thirds of its difference on `criteo`, and the spread of MaskNet halves. "
