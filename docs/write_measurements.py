@@ -72,15 +72,15 @@ PAGES = {
         "`rows alone` lacks the joined columns, `joined at read` stores them once ([joins](../do/joins.md)), `joined beforehand` repeats them in each "
         "row. The batches of the last two were compared first: all bits are equal. `MB` are the shards and side tables. `items` are 8 "
         "categories and 4 numbers of 5,000 items with 8 versions each; `histories` are 50 items of each of 500 users, with their categories and shops, written 20 times each, so about 20 rows see one version. "
-        "Rows were read by one thread. The last two columns compare rows per CPU-second, because other programs ran on the machine.",
+        "Rows were read by one thread. The last two columns compare rows per CPU-second: the median of the rounds, and in parentheses the least and the greatest.",
     ),
     "serving_log": (
         "A server with a serving log",
         "Servers without a log (`off`), with a log of all requests and with a log of a tenth of them took turns. At the end they were killed by "
         "SIGKILL, and `skew` computed the logged rows again: `equal ids` and `equal scores` count the rows with the same bits. Clients and server "
-        "shared two cores, and nothing else ran. `least` and `most` are of `p99 / off` over the rounds. When these figures were measured, a "
-        "thread of the server wrote the log, and answers waited for it. Now a separate process writes the log on idle cores; "
-        "the figures of this process are not measured on a quiet machine yet.",
+        "shared two cores, and nothing else ran. A separate process writes the log on idle cores. `least` and `most` are of `p99 / off` over the rounds: "
+        "on two cores the p99 of equal servers differs by half between rounds, so a ratio below about 1.3 is not evidence of a delay. "
+        "`log` and `off` differ by more than that only at 2,000 requests per second, which this machine does not answer without a log either.",
     ),
     "next_item": (
         "The next item on public sequences",
