@@ -109,8 +109,8 @@ check: $(VENV)/installed-dev  ## lint, format, types, import contracts
 	@$(VENV)/bin/lint-imports
 
 .PHONY: bench
-bench: $(VENV)/installed-dev  ## every benchmark; each prints a ratio measured in one run
-	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; PYTHONPATH=. $(PY) $$file; done
+bench: $(VENV)/installed-dev  ## every benchmark that needs no arguments; each prints a ratio measured in one run
+	@for file in $$(grep -l __main__ benchmarks/[a-z]*.py | xargs grep -L 'required=True\|add_argument("[a-z]'); do echo "== $$file"; PYTHONPATH=. $(PY) $$file; done
 
 .PHONY: gpu-report
 gpu-report: $(VENV)/installed-dev  ## check and measure this machine's GPUs, ten minutes: gpu_report/gpu_report.html

@@ -117,7 +117,8 @@ def make_norm(width: int, settings: LayerSettings) -> nn.Module | None:
 
 
 def initialize_linear_layers(model: nn.Module, init: str) -> None:
-    """Initialize all linear layers of `model` again, in order. Biases are set to 0.
+    """Initialize all linear layers of `model` again, in order. Biases are set to 0, or by the
+    method `initialize_bias` of the layer.
 
     init: torch (no change), xavier (Glorot and Bengio 2010), or kaiming (arXiv 1502.01852, for
     relu).
@@ -133,5 +134,8 @@ def initialize_linear_layers(model: nn.Module, init: str) -> None:
     for layer in model.modules():
         if isinstance(layer, nn.Linear) and not layer.weight.is_meta:
             draws[init](layer.weight)
-            if layer.bias is not None:
+            initialize_bias = getattr(layer, "initialize_bias", None)
+            if initialize_bias is not None:
+                initialize_bias()
+            elif layer.bias is not None:
                 nn.init.zeros_(layer.bias)

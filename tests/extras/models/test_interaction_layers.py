@@ -18,6 +18,7 @@ from pipeline.extras.models.tasks.distilled_streams import DistilledStreamsTask
 from pipeline.extras.models.wukong import WukongConfig
 from pipeline.models.layers.cross import CrossNetwork
 from pipeline.models.layers.features import FeatureInputs
+from pipeline.models.layers.mlp import initialize_linear_layers
 from pipeline.runtime.errors import ConfigError
 from tests.models.every_model import build, small
 from tests.support.clicks import labelled
@@ -86,6 +87,14 @@ def test_a_gated_cross_is_the_papers_product_of_the_input_a_linear_map_and_a_gat
             linear = _array(layer.cross.weight) @ crossed + _array(layer.cross.bias)
             crossed = sample * linear * _sigmoid(_array(layer.gate.weight) @ crossed) + crossed
         np.testing.assert_allclose(found, crossed, rtol=1e-4, atol=1e-4)
+
+
+def test_the_biases_of_a_gated_cross_start_uniform_also_after_the_first_weights_are_drawn() -> None:
+    torch.manual_seed(0)
+    layer = GatedCross(1000)
+    initialize_linear_layers(layer, "xavier_normal")
+    bias = layer.cross.bias.detach()
+    assert 0 <= bias.min() < 0.02 and 0.98 < bias.max() < 1 and abs(bias.mean() - 0.5) < 0.04
 
 
 @pytest.mark.parametrize("norm", [True, False])
