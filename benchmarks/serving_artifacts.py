@@ -41,9 +41,11 @@ ROWS_A_BLOCK = 1 << 16
 
 @dataclass(frozen=True)
 class Shape:
-    """`rows` of each of the 26 tables."""
+    """`rows` of each of the 26 tables. Another seed gives other weights, and `bias` is added to all logits."""
 
     rows: int
+    seed: int = 0
+    bias: float = 0.0
 
     def tables(self) -> list[Table]:
         return [
@@ -83,7 +85,7 @@ def _write_artifact(folder: Path, shape: Shape, precision: str, compiled: bool, 
     files, tables = {}, []
     for number, name in enumerate(SPARSE):
         file = f"tables/{number:05d}.rows"
-        files[file] = write_rows(str(folder / file), _blocks(shape.rows, number), precision)
+        files[file] = write_rows(str(folder / file), _blocks(shape, number), precision)
         tables.append(TableFiles(name, shape.rows, shape.rows, DIM, precision, "sum", file))
     program = export_layers(layers_of(shape), dense, NUM_DENSE, NUM_FEATURES * DIM)
     files[DENSE_FILE] = write_bytes(str(folder / DENSE_FILE), program_bytes(program))
@@ -123,23 +125,31 @@ def values_of(rows: int) -> list[str]:
     return [str(number) for number in range(1, rows)]
 
 
-def _blocks(rows: int, seed: int) -> Iterator[torch.Tensor]:
+def _blocks(shape: Shape, number: int) -> Iterator[torch.Tensor]:
     """One block of random rows, again and again: what rows hold does not matter here."""
-    generator = torch.Generator().manual_seed(seed)
-    block = torch.randn(min(rows, ROWS_A_BLOCK), DIM, generator=generator) * 0.1
-    for first in range(0, rows, ROWS_A_BLOCK):
-        yield block[: min(ROWS_A_BLOCK, rows - first)]
+    generator = torch.Generator().manual_seed(NUM_FEATURES * shape.seed + number)
+    block = torch.randn(min(shape.rows, ROWS_A_BLOCK), DIM, generator=generator) * 0.1
+    for first in range(0, shape.rows, ROWS_A_BLOCK):
+        yield block[: min(ROWS_A_BLOCK, shape.rows - first)]
 
 
 def rows_of_table(shape: Shape, number: int) -> torch.Tensor:
     """As the artifact has them, in fp32."""
-    return torch.cat([dequantize_rows(quantize_rows(b, "fp32"), DIM, "fp32") for b in _blocks(shape.rows, number)])
+    return torch.cat([dequantize_rows(quantize_rows(b, "fp32"), DIM, "fp32") for b in _blocks(shape, number)])
 
 
 def layers_of(shape: Shape) -> nn.Module:
-    model = build_model(MODEL, shape.tables(), NUM_DENSE, seed=0)
+    model = _model(shape)
     take_collection(model, SPARSE)
     return model.eval()
+
+
+def _model(shape: Shape) -> nn.Module:
+    model = build_model(MODEL, shape.tables(), NUM_DENSE, seed=shape.seed)
+    *_, last = (layer for layer in model.modules() if isinstance(layer, nn.Linear))
+    with torch.no_grad():
+        last.bias += shape.bias
+    return model
 
 
 def zipf_lookups(rows: int, exponent: float = 1.05) -> dict[str, object]:
@@ -158,7 +168,7 @@ class Eager(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.model = build_model(MODEL, shape.tables(), NUM_DENSE, seed=0)
+        self.model = _model(shape)
         for name, parameter in list(self.model.named_parameters()):
             if parameter.is_meta:
                 number = SPARSE.index(name.split("embedding_bags.")[1].split(".")[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -34,13 +35,15 @@ from pipeline.retraining.windows import Window
 from pipeline.runtime.errors import ConfigError, DamagedError, DataError
 from pipeline.runtime.storage.manifest import seal_manifest
 from pipeline.runtime.storage.signature import Purpose
-from pipeline.serving.artifact.manifest import read_manifest
 from pipeline.serving.http.batching import Scores, ServerMetrics
+from pipeline.serving.scoring.predictor import Predictor
 from pipeline.serving.scoring.scorer import ColumnLists, UserItems
 from tests.retraining.runs import candidate, finished
 from tests.serving.servers import running
 from tests.serving.test_champion_served import publish
 from tests.serving.test_switching import wait_until
+from tests.support.forks import WarmCommand
+from tests.support.messages import mentions
 
 
 def test_no_answer_mixes_versions_while_models_switch_and_deltas_come(tmp_path: Path) -> None:
@@ -223,49 +226,81 @@ def test_wrong_settings_are_refused_before_anything_is_loaded() -> None:
             CanaryJob(registry="r", **given)  # type: ignore[arg-type]
 
 
+def _rows(number: int) -> list[dict[str, object]]:
+    draw = np.random.default_rng(number)
+    return [
+        {name: int(draw.integers(100)) for name in DENSE} | {name: str(draw.integers(50)) for name in SPARSE}
+        for _ in range(20)
+    ]
+
+
 @pytest.mark.long
-def test_a_server_drops_a_bad_canary_after_one_evaluation(tmp_path: Path) -> None:
-    """By real artifacts over HTTP. The labels are the champion's own scores, drawn, so the other model is worse."""
-    artifacts = [write_artifact(tmp_path / precision, Shape(50), precision) for precision in ("int8", "int2")]
+@pytest.mark.parametrize("num_requests", [150, pytest.param(20_000, marks=pytest.mark.campaign)])
+def test_a_server_drops_a_bad_canary_after_one_evaluation(tmp_path: Path, num_requests: int) -> None:
+    """By real artifacts over HTTP. The labels are drawn by the champion's scores, and the challenger's are too high."""
+    shapes = {"champion": Shape(50), "challenger": Shape(50, seed=1, bias=1.0)}
+    artifacts = [write_artifact(tmp_path / name, shape, "int8") for name, shape in shapes.items()]
     registry = Registry(str(tmp_path / "registry"))
     versions = [publish(registry, artifact) for artifact in artifacts]
     registry.promote(versions[0], None)
     canary(CanaryJob(registry=registry.path, command="start", version=versions[1].name, share=0.3))
-    log, draw = tmp_path / "log", np.random.default_rng(0)
-    words = [f"router.canary.artifact={registry.path}", "router.canary.shadow=1.0", f"router.canary.log={log}"]
-    served: list[tuple[str, str, list[float]]] = []
-    with running(
-        "pipeline serve", f"artifact={registry.path}", "server.port=0", "server.watch_s=0.1", *words
-    ) as server:
+    log, draw, shadow = tmp_path / "log", np.random.default_rng(0), 1.0 if num_requests < 1000 else 0.1
+    words = [
+        f"artifact={registry.path}",
+        "server.port=0",
+        "server.watch_s=0.1",
+        f"router.canary.artifact={registry.path}",
+    ]
+    refused = WarmCommand("pipeline serve", [*words, "router.canary.key=usr"])
+    assert refused.wait(120) == 2 and mentions(refused.stderr.read(), f"router.canary.key=usr {SPARSE[0]} choose one")
+    asked = [_rows(number) for number in range(40)]
+    scores = {
+        predictor.version: [predictor.score(pa.Table.from_pylist(rows)).scores for rows in asked]
+        for predictor in (Predictor.load(str(artifact)) for artifact in artifacts)
+    }
+    champion, challenger = scores
+    words += [f"router.canary.shadow={shadow}", f"router.canary.log={log}"]
+    with running("pipeline serve", *words) as server:
         wait_until(lambda: "challenger" in server.log() and "serves now" in server.log())
-        for number in range(150):
-            rows = [
-                {name: int(draw.integers(100)) for name in DENSE} | {name: str(draw.integers(50)) for name in SPARSE}
-                for _ in range(20)
-            ]
-            answer = server.client.post(
-                f"{server.url}/score", json={"rows": rows}, headers={"X-Request-ID": f"r{number}"}
-            )
+
+        def ask(number: int) -> tuple[str, np.ndarray]:
+            headers = {"X-Request-ID": f"r{number}"}
+            answer = server.client.post(f"{server.url}/score", json={"rows": asked[number % 40]}, headers=headers)
             assert answer.headers["X-Request-ID"] == f"r{number}"
             assert answer.headers["X-Artifact-Version"] == answer.json()["artifact"]
-            served.append((f"r{number}", answer.json()["artifact"], answer.json()["scores"]))
-        names = {version for _, version, _ in served}
-        assert len(names) == 2  # both answer
-        wait_until(lambda: log.exists() and len(set(pq.read_table(log)["request_id"].to_pylist())) == 150)
-        assert server.metric("challenger_mean_difference") > 0
+            return answer.json()["artifact"], np.array(answer.json()["scores"])
+
+        with ThreadPoolExecutor(8) as pool:
+            served = list(pool.map(ask, range(num_requests)))
+        for number, (version, found) in enumerate(served):
+            np.testing.assert_allclose(found, scores[version][number % 40], atol=1e-5)
+        apart = np.abs(np.concatenate(scores[challenger]) - np.concatenate(scores[champion]))
+        assert apart.min() > 0.1  # so the comparison above finds each row that the other version has scored
+        by_canary = np.mean([version == challenger for version, _ in served])
+        assert abs(by_canary - 0.3) < 4 * np.sqrt(0.3 * 0.7 / num_requests)
+        assert [version for version, _ in served] == [
+            challenger if is_in_share(f"r{number}", challenger, 0.3) else champion for number in range(num_requests)
+        ]
+
+        def logged() -> int:
+            return len(pq.read_table(log)["request_id"].unique()) if log.exists() else 0
+
+        wait_until(lambda: logged() + server.metric("challenger_shadow_drops_total") == num_requests)
+        wait_until(lambda: server.metric("challenger_mean_difference") > 0.1)  # it is set after the file is written
         labels = {
-            "request_id": [name for name, _, scores in served for _ in scores],
-            "row": [row for _, _, scores in served for row in range(len(scores))],
-            "label": [int(draw.random() < 0.2) for _, _, scores in served for _ in scores],
+            "request_id": np.repeat([f"r{number}" for number in range(num_requests)], 20),
+            "row": list(range(20)) * num_requests,
+            "label": [
+                int(draw.random() < each) for number in range(num_requests) for each in scores[champion][number % 40]
+            ],
         }
         pq.write_table(pa.table(labels), tmp_path / "labels.parquet")
         gate = GateConfig(bootstrap_samples=200, min_rows=500)
         job = CanaryJob(
             registry=registry.path, command="evaluate", log=str(log), labels=str(tmp_path / "labels.parquet"), gate=gate
         )
-        print("\n".join(lines := canary(job)))
-        assert "decision    stop" in lines[-1]
+        print(f"{num_requests:,} answers, {by_canary:.4f} by the canary", *(lines := canary(job)), sep="\n")
+        assert "decision    stop" in lines[-1] and "calibration" in lines[-1]
         wait_until(lambda: "serves no longer" in server.log())
-        again = server.client.post(f"{server.url}/score", json={"rows": [{}]}, headers={"X-Request-ID": "r0"}).json()
-        assert again["artifact"] == read_manifest(str(artifacts[0])).version
+        assert {ask(number)[0] for number in range(min(num_requests, 300))} == {champion}
     assert next(Ledger(registry.path).newest()).state == REJECTED
