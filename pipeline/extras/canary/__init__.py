@@ -2,6 +2,7 @@
 
 COMPONENTS = {"router": "pipeline.extras.canary.router"}
 FUNCTIONS = {
+    "canary_card": "pipeline.extras.canary.commands:canary_card",
     "canary_note": "pipeline.extras.canary.commands:canary_note",
     "offer_canary": "pipeline.extras.canary.commands:offer_canary",
 }

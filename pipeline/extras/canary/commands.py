@@ -60,6 +60,14 @@ def canary_note(registry: str) -> str:
     return f"{canary.version} is the canary: `python -m pipeline canary evaluate {registry}` promotes it or stops it"
 
 
+def canary_card(registry: str) -> tuple[str, str] | None:
+    """Return the canary and its description for the page of a registry; None if no canary runs."""
+    canary = CanaryFile(registry).read()
+    if canary.version is None:
+        return None
+    return canary.version, f"canary: {100 * canary.share:g} % of the keys since {canary.started_at}"
+
+
 def publish_run(registry: Registry, folder: str, artifact: str) -> Version:
     """Make a version of a run and its artifact, without promoting it. Raises RegistryError."""
     run, champion = finished_run(folder), registry.pointer()

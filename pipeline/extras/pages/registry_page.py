@@ -44,7 +44,8 @@ def render_registry(registry: Registry, ledger: Ledger) -> str:
         "model_cards": list(_model_cards(registry, reversed(names[-MAX_CARDS:]))),
     }
     if pointer is not None:
-        values |= {"cards": _cards(pointer, names, records, found), "warnings": _warnings(pointer, records)}
+        cards = _cards(pointer, names, records, found) + _canary(registry)
+        values |= {"cards": cards, "warnings": _warnings(pointer, records)}
     return render(
         "extras/pages/registry.html", f"Registry {registry.path}", registry=registry, pointer=pointer, **values
     )
@@ -72,6 +73,13 @@ def _cards(
         cards.append((f"{100 * (made.metrics['ne_ratio'] - 1):+.2f} %", "NE to that of the champion before it"))
     cards.append((f"{counts[PROMOTED]} of {counts[PROMOTED] + counts[REJECTED]}", "challengers promoted"))
     return [*cards, (str(len(names)), "versions kept")]
+
+
+def _canary(registry: Registry) -> list[tuple[str, str]]:
+    """Return the card of the running canary, if there is one."""
+    canary_card = if_installed("canary_card")
+    card = None if canary_card is None else canary_card(registry.path)
+    return [] if card is None else [card]
 
 
 def _warnings(pointer: Pointer, records: Sequence[Record]) -> list[str]:

@@ -25,6 +25,7 @@ from pipeline.extras.canary.evaluate import decide, labelled_rows
 from pipeline.extras.canary.pair_log import PairLog, Pairs
 from pipeline.extras.canary.pointer import CanaryFile
 from pipeline.extras.canary.router import is_in_share, key_of
+from pipeline.extras.pages.registry_page import render_registry
 from pipeline.retraining import challenge
 from pipeline.retraining.challenge import Outcome
 from pipeline.retraining.ledger import ADDED, REJECTED, Ledger, Record
@@ -155,10 +156,13 @@ def test_a_canary_is_started_once_and_not_of_the_champion(tmp_path: Path) -> Non
     assert "none" in canary(CanaryJob(registry=registry.path))[1]
     canary(CanaryJob(registry=registry.path, command="start", version="v000002", share=0.1))
     assert "v000002, 10 %" in canary(CanaryJob(registry=registry.path))[1]
+    since = f"canary: 10 % of the keys since {file.read().started_at}"
+    assert since in render_registry(registry, Ledger(registry.path))
     with pytest.raises(RegistryError, match="v000002 is the canary"):
         file.start(registry, "v000003", 0.1)
     canary(CanaryJob(registry=registry.path, command="stop", reason="slow"))
     assert file.read().version is None and file.read().number == 2
+    assert "of the keys" not in render_registry(registry, Ledger(registry.path))
     record = next(Ledger(registry.path).newest())
     assert (record.state, record.version, record.reasons) == (REJECTED, "v000002", ["canary: slow"])
     with pytest.raises(RegistryError, match="no canary to promote"):
