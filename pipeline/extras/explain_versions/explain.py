@@ -1,6 +1,8 @@
 """Rank what makes two versions score the same rows differently: parts of the model, and slices of the rows.
 
 A part's effect is the mean |change of score| when this part alone is taken from the other version, in both directions.
+Between two trainings all parts differ. So parts are ranked by effect log2(1 + m / median m), where m is how far the part
+itself moved (Pair.moved): a part that moved as far as most counts by its effect, and one that moved farther counts more.
 A slice is a value of a feature, or a tenth of a number. Slices are ranked by p log(p / q): p is the slice's share of all
 change, q its share of the rows. So a slice comes first if it is both large and moves more than others.
 """
@@ -9,19 +11,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice, pairwise
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 
 from pipeline.data.quality import log_losses_of_scores, normalized_entropy
 from pipeline.data.raw.rows import open_source, parse_block
 from pipeline.data.raw.source import find_sources
 from pipeline.extras.explain_versions.config import ExplainJob
 from pipeline.extras.explain_versions.page import render_explanation
-from pipeline.extras.explain_versions.sides import NEW, OLD, Pair, Part
+from pipeline.extras.explain_versions.sides import NEW, OLD, Pair, Part, relative_change
 from pipeline.planner.explain import print_grid
 from pipeline.retraining.registry import Registry, RegistryError
 from pipeline.runtime.errors import ServingError
@@ -38,12 +41,15 @@ BLOCK_BYTES, NUM_PARTS = 1 << 20, 10
 
 @dataclass(frozen=True)
 class PartEffect:
-    """`mean`: signed change of the mean score; ne: change of NE, None without labels. Both from old to new."""
+    """`mean`: signed change of the mean score; ne: change of NE, None without labels. Both from old to new.
+    moved: relative change of the part itself, None for data. weight: what parts are ranked by."""
 
     part: str
     effect: float
     mean: float
     ne: float | None
+    moved: float | None = None
+    weight: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -85,14 +91,14 @@ def explain(job: ExplainJob) -> Explanation:
         raise ServingError(f"source={job.source} has no row that the versions can score")
     scores = pair.score({}, OLD), pair.score({}, NEW)
     found = Explanation(job.old, job.new, rows.num_rows, _effect("all", *scores, labels))
-    found.parts = [_part(pair, part, scores, labels) for part in pair.parts]
+    found.parts = _weighted([_part(pair, part, scores, labels) for part in pair.parts])
     features = rows.select([name for name in rows.column_names if name != job.label])
     found.slices = list(_slices(features, _first(scores[OLD]), _first(scores[NEW]), labels))
     if job.source_before is not None:
         before, labels_before = read_rows(paths[OLD], job.source_before, job.label, job.max_rows)
         found.data = list(_data_slices(features, labels, before, labels_before))
         found.parts.append(_data_effect(paths, before, labels_before, scores[OLD], labels))
-    found.parts.sort(key=lambda each: -each.effect)
+    found.parts.sort(key=lambda each: -each.weight)
     found.slices.sort(key=lambda each: -each.weight)
     found.data.sort(key=lambda each: -each.weight)
     return found
@@ -161,16 +167,25 @@ def _effect(name: str, old: np.ndarray, new: np.ndarray, labels: np.ndarray | No
 
 def _part(pair: Pair, part: Part, scores: tuple[np.ndarray, np.ndarray], labels: np.ndarray | None) -> PartEffect:
     """Return the mean effect over the contexts."""
-    found = []
+    found, changes = [], []
     for context in pair.contexts(part):
         swapped = pair.score({part: 1 - context}, context)
         ends = (scores[OLD], swapped) if context == OLD else (swapped, scores[NEW])
         found.append(_effect(str(part), *ends, labels))
+        changes.append(relative_change(*map(torch.from_numpy, ends)))
     ne = [each.ne for each in found if each.ne is not None]
+    moved = pair.moved(part)
     return PartEffect(
         str(part), float(np.mean([each.effect for each in found])), float(np.mean([each.mean for each in found])),
-        float(np.mean(ne)) if ne else None,
+        float(np.mean(ne)) if ne else None, float(np.mean(changes)) if moved is None else moved,
     )  # fmt: skip
+
+
+def _weighted(parts: list[PartEffect]) -> list[PartEffect]:
+    """Set the weights. All parts have `moved`."""
+    moved = np.array([each.moved for each in parts], np.float64)
+    factors = np.log2(1 + moved / max(1e-12, float(np.median(moved)))) if parts else moved
+    return [replace(each, weight=each.effect * float(factor)) for each, factor in zip(parts, factors, strict=True)]
 
 
 def _columns(rows: pa.Table) -> Iterator[tuple[str, np.ndarray, list[str]]]:
@@ -267,7 +282,7 @@ def _data_effect(
     own = None if labels_before is None else labels_before[is_scored]
     ne = (_ne(scores, labels), _ne(scored[is_scored].astype(np.float64), own))
     mean = float(scores.mean() - scored[is_scored].mean())
-    return PartEffect(DATA, abs(mean), mean, None if None in ne else ne[0] - ne[1])  # type: ignore[operator]
+    return PartEffect(DATA, abs(mean), mean, None if None in ne else ne[0] - ne[1], weight=abs(mean))  # type: ignore[operator]
 
 
 def describe(job: ExplainJob, found: Explanation) -> str:
@@ -293,7 +308,14 @@ def tables_of(found: Explanation, most: int) -> list[tuple[str, tuple[str, ...],
         return "" if value is None else f"{value:+.5f}"
 
     parts: list[tuple[str, ...]] = [
-        (each.part, f"{each.effect:.5f}", number(each.mean), number(each.ne)) for each in islice(found.parts, most)
+        (
+            each.part,
+            "" if each.moved is None else f"{each.moved:.1%}",
+            f"{each.effect:.5f}",
+            number(each.mean),
+            number(each.ne),
+        )
+        for each in islice(found.parts, most)
     ]
     slices: list[tuple[str, ...]] = [
         (
@@ -310,7 +332,7 @@ def tables_of(found: Explanation, most: int) -> list[tuple[str, tuple[str, ...],
         for each in islice(found.data, most)
     ]
     return [
-        ("Parts, each swapped alone", ("part", "mean |change|", "mean change", "NE"), parts),
+        ("Parts, each swapped alone", ("part", "moved", "mean |change|", "mean change", "NE"), parts),
         ("Slices that move most for their size", ("slice", "rows", "of all change", "mean change", "NE"), slices),
         ("Slices of the data that changed", ("slice", "rows", "share of rows", "label rate"), data),
     ]

@@ -45,6 +45,14 @@ class Part:
 Choice = Mapping[Part, int]  # of which artifact each part is
 
 
+def relative_change(old: torch.Tensor, new: torch.Tensor) -> float:
+    """Return |new - old| relative to the mean of |old| and |new|, by the Euclidean norm: from 0 to 2."""
+    before, after, change = (
+        float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in (old, new, new - old)
+    )
+    return 2 * change / (before + after) if change else 0.0
+
+
 class Side:
     """One artifact with the encoded rows."""
 
@@ -127,8 +135,7 @@ class Pair:
         found = (
             [Part(TRANSFORMS)] if not torch.equal(self.sides[OLD].encoded.dense, self.sides[NEW].encoded.dense) else []
         )
-        for key in self.sides[OLD].features:
-            found += [Part(kind, key) for kind in (VOCABULARY, ROWS, QUANTIZER) if self._differs(kind, key)]
+        found += self._moved_vectors
         found += [Part(LAYERS, name) for name in self._groups]
         return found + ([Part(CALIBRATION)] if self._calibrations[OLD] != self._calibrations[NEW] else [])
 
@@ -138,15 +145,38 @@ class Pair:
         finer = self.finer(part.name) if part.kind in (ROWS, QUANTIZER) else None
         return [OLD, NEW] if finer is None else [finer if part.kind == QUANTIZER else 1 - finer]
 
-    def _differs(self, kind: str, feature: str) -> bool:
-        part, whole = Part(kind, feature), [Part(each, feature) for each in (VOCABULARY, ROWS, QUANTIZER)]
-        return any(
-            not torch.equal(
-                self._vectors(feature, dict.fromkeys(whole, side)),
-                self._vectors(feature, {**dict.fromkeys(whole, side), part: 1 - side}),
-            )
-            for side in self.contexts(part)
-        )
+    def moved(self, part: Part) -> float | None:
+        """Return the relative change of what the part gives to the model, whatever the layers make of it: of the
+        vectors of the rows' ids, of the constants of layers. None if only its scores can be compared."""
+        if part in self._moved_vectors:
+            return self._moved_vectors[part]
+        if part.kind == TRANSFORMS:
+            return relative_change(self.sides[OLD].encoded.dense, self.sides[NEW].encoded.dense)
+        if part.kind == LAYERS and self._groups[part.name]:
+            constants = [
+                torch.cat([self._program(side).constants[number].flatten() for number in self._groups[part.name]])
+                for side in (OLD, NEW)
+            ]
+            return relative_change(*constants)
+        return None
+
+    @cached_property
+    def _moved_vectors(self) -> dict[Part, float]:
+        """Return the mean relative change over the contexts, for the parts of features that differ."""
+        found = {}
+        for key in self.sides[OLD].features:
+            whole = [Part(kind, key) for kind in (VOCABULARY, ROWS, QUANTIZER)]
+            for part in whole:
+                changes = [
+                    relative_change(
+                        self._vectors(key, dict.fromkeys(whole, side)),
+                        self._vectors(key, {**dict.fromkeys(whole, side), part: 1 - side}),
+                    )
+                    for side in self.contexts(part)
+                ]
+                if any(changes):
+                    found[part] = sum(changes) / len(changes)
+        return found
 
     def finer(self, feature: str) -> int | None:
         """Return the artifact that stores a table more precisely; None if both store it equally."""
@@ -160,10 +190,7 @@ class Pair:
     @cached_property
     def _groups(self) -> dict[str, list[int]]:
         """Return group -> numbers of its constants, for groups that differ. "all" if the programs differ."""
-        programs = [side.predictor.program for side in self.sides]
-        old, new = programs
-        if not isinstance(old, DenseProgram) or not isinstance(new, DenseProgram):
-            raise ServingError("compiled layers cannot be taken apart")
+        old, new = self._program(OLD), self._program(NEW)
         shapes = [[(each.shape, each.dtype) for each in program.constants] for program in (old, new)]
         if old.code != new.code or shapes[OLD] != shapes[NEW] or old.sources != new.sources:
             return {"all": []}
@@ -172,6 +199,12 @@ class Pair:
             if not torch.equal(a, b):
                 found.setdefault(name.rpartition(".")[0] or name, []).append(number)
         return found
+
+    def _program(self, side: int) -> DenseProgram:
+        program = self.sides[side].predictor.program
+        if not isinstance(program, DenseProgram):
+            raise ServingError("compiled layers cannot be taken apart")
+        return program
 
     def _vectors(self, feature: str, choice: Choice) -> torch.Tensor:
         """Return the vectors [n, dim] of the ids of a feature."""
@@ -234,13 +267,11 @@ class Pair:
 
     def _run_layers(self, choice: Choice, context: int, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
         whole = choice.get(Part(LAYERS, "all"), context)
-        program = self.sides[whole].predictor.program
-        assert isinstance(program, DenseProgram)
+        program = self._program(whole)
         before = program.constants
         mixed = list(before)
         for name, numbers in self._groups.items():
-            other = self.sides[choice.get(Part(LAYERS, name), context)].predictor.program
-            assert isinstance(other, DenseProgram)
+            other = self._program(choice.get(Part(LAYERS, name), context))
             for number in numbers:
                 mixed[number] = other.constants[number]
         program.replace_constants(mixed)

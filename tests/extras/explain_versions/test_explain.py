@@ -51,8 +51,8 @@ def first_part(artifact: Path, source: Path, folder: Path, kind: str, seed: int)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_planted_part_is_named_first(small_artifact: ExportSummary, source: Path, tmp_path: Path, kind: str) -> None:
-    wanted, found = first_part(Path(small_artifact.artifact), source, tmp_path / "new", kind, 1)
-    assert found == wanted
+    wanted, found = first_part(Path(small_artifact.artifact), source, tmp_path / "new", kind, 7)
+    assert found == wanted  # with seed 7 the feature's values are rare, so other tables move the scores more
 
 
 @pytest.mark.campaign
