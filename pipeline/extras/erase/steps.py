@@ -34,7 +34,7 @@ from pipeline.runtime.storage.checksums import ChecksummedWriter, FileEntry, Ver
 from pipeline.runtime.storage.manifest import MANIFEST, check_still_signed, seal_manifest, sealed_digest
 from pipeline.runtime.storage.signature import Purpose
 
-BLOCK_BYTES = 8 << 20
+BLOCK_BYTES, HOLE_BYTES = 8 << 20, 4 << 10
 REPLICA = re.compile(r"replica_\d+\.")
 Patches = dict[str, list[tuple[int, bytes]]]  # file -> (offset in the uncompressed file, new bytes)
 
@@ -225,8 +225,24 @@ def _blocks(file: Any, patches: list[tuple[int, bytes]], begin: int = 0) -> Iter
 
 
 def _write(source: str, entry: FileEntry, output: str, patches: list[tuple[int, bytes]]) -> FileEntry:
-    with VerifiedFile(source, entry) as file:
-        return write_blocks(output, _blocks(file, patches))
+    """Write a file with holes where it is zero: a step of tables in tiers has holes for untrained rows."""
+    with VerifiedFile(source, entry) as file, ChecksummedWriter(output) as writer:
+        for block in _blocks(file, patches):
+            has_values = np.logical_or.reduce(_groups(block), axis=1)
+            changes = np.flatnonzero(np.diff(has_values)) + 1
+            ends = [*(changes * HOLE_BYTES).tolist(), len(block)]
+            for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+                if has_values[begin // HOLE_BYTES]:
+                    writer.write(memoryview(block)[begin:end])
+                else:
+                    writer.write_zeros(end - begin)
+        writer.close()
+        return writer.entry()
+
+
+def _groups(block: bytearray) -> np.ndarray:
+    """Return the bytes as rows of HOLE_BYTES. The last row may have added zeros."""
+    return np.frombuffer(block + bytes(-len(block) % HOLE_BYTES), np.uint8).reshape(-1, HOLE_BYTES)
 
 
 def _write_packed(source: str, entry: FileEntry, output: str, patches: list[tuple[int, bytes]]) -> FileEntry:
