@@ -85,10 +85,14 @@ def read_file(path: str) -> tuple[About, pa.Table]:
 
 
 def read_log(log: str) -> Iterator[tuple[str, About, pa.Table]]:
-    """Yield path, description and rows of each file. A file that was removed meanwhile is left out."""
+    """Yield path, description and rows of each file. A file is left out if it was removed meanwhile, or if all its rows
+    were erased.
+    """
     for path in log_paths(log):
         try:
-            yield path, *read_file(path)
+            about, table = read_file(path)
+            if table.num_rows:
+                yield path, about, table
         except DataError:
             if os.path.exists(path):
                 raise

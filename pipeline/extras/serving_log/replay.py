@@ -30,6 +30,7 @@ from pipeline.serving.artifact.manifest import read_manifest
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.serving.scoring.raw_rows import EncodedRows
 
+ERASED_VERSIONS = "erased_versions"  # of an artifact's lineage; the verb erase writes it
 Bools = NDArray[np.bool_]
 
 
@@ -39,6 +40,7 @@ class Artifacts:
     def __init__(self, artifact: str) -> None:
         self._artifact, self.paths = artifact, dict(_artifacts_of(artifact))
         self._loaded: Predictor | None = None
+        self._path = ""
 
     def load(self, version: str, delta: int) -> Predictor:
         """Return the artifact with its deltas up to `delta`. Raises ServingError if it is not there."""
@@ -48,15 +50,17 @@ class Artifacts:
                 f"{', '.join(self.paths) or 'none'}: give the registry, or the folder that has all artifacts of the log"
             )
         loaded = self._loaded
-        if loaded is None or loaded.manifest.version != version or loaded.sequence > delta:
-            loaded = self._loaded = Predictor.load(self.paths[version])
+        if loaded is None or self._path != self.paths[version] or loaded.sequence > delta:
+            self._path = self.paths[version]
+            loaded = self._loaded = Predictor.load(self._path)
         for sequence in range(loaded.sequence + 1, delta + 1):
             loaded.apply(stage_delta(self.paths[version], loaded.manifest, sequence))
         return loaded
 
 
 def _artifacts_of(artifact: str) -> Iterator[tuple[str, str]]:
-    """Yield version and path of each artifact."""
+    """Yield version and path of each artifact, also the versions that it had before values were erased from it: the
+    scores of all other values are the same."""
     if storage.is_file(storage.join(artifact, POINTER)):
         found = [version.artifact for version in Registry(artifact).versions() if version.artifact]
     elif storage.is_file(storage.join(artifact, MANIFEST)) or not os.path.isdir(artifact):
@@ -66,7 +70,8 @@ def _artifacts_of(artifact: str) -> Iterator[tuple[str, str]]:
         found = [path for path in folders if storage.is_file(storage.join(path, MANIFEST))]
     for path in found:
         try:
-            yield read_manifest(path).version, path
+            manifest = read_manifest(path)
+            yield from ((version, path) for version in [*manifest.lineage.get(ERASED_VERSIONS, []), manifest.version])
         except DamagedError:
             if len(found) == 1:
                 raise

@@ -39,8 +39,8 @@ def write_reference(job: SkewJob) -> str:
     """Measure the training split, and write job.reference."""
     assert job.reference is not None
     artifacts = Artifacts(job.artifact)
-    if len(artifacts.paths) != 1:
-        raise ServingError(f"artifact={job.artifact} has {len(artifacts.paths)} artifacts: name one for a reference")
+    if (count := len(set(artifacts.paths.values()))) != 1:
+        raise ServingError(f"artifact={job.artifact} has {count} artifacts: name one for a reference")
     predictor = artifacts.load(next(iter(artifacts.paths)), 0)
     found = measure_reference(predictor, _data_path(job, predictor.manifest.lineage), job.reference_rows)
     found.write(job.reference)
