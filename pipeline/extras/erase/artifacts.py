@@ -3,12 +3,13 @@ value's row, and a retriever does not find it.
 
 Every other byte that scores depend on stays. The artifact's version changes, so its deltas, each of which names the
 version and the SHA-256 of the one before, get new manifests. The certificate keeps what was measured at the export;
-lineage.erased says how many values were erased since.
+lineage.erased says how many values were erased since, and lineage.erased_versions which versions the artifact had.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from pipeline.extras.erase.folders import EraseError, Rewritten
 from pipeline.extras.erase.steps import check_alone
 from pipeline.extras.erase.target import Target
 from pipeline.extras.retrieval.index import index_class
+from pipeline.extras.serving_log.replay import ERASED_VERSIONS
 from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.atomic import committed_names
 from pipeline.runtime.storage.checksums import FileEntry, VerifiedFile, checksums_of, write_blocks
@@ -48,6 +50,7 @@ from pipeline.serving.artifact.writer import write_arrow
 from pipeline.serving.scoring.artifact_files import ArtifactFiles
 
 LINEAGE = "erased"
+POSITION = re.compile(r"__\d+$")
 
 
 def erase_from_artifact(target: Target, folder: Rewritten, below: str = "", deltas: str = "deltas") -> bool:
@@ -82,11 +85,18 @@ def erase_from_artifact(target: Target, folder: Rewritten, below: str = "", delt
                 [pa.array([row_id], pa.int32()), pa.array([target.tombstone(row_id)])], names=["id", "value"]
             )
         entries[file] = write_arrow(folder.new(os.path.join(below, file)), left)
-    tables = {number: _checked(target, files, number, names) for name, number in manifest.features if name in names}
+    tables = {
+        number: _checked(target, files, number, names)
+        for name, number in manifest.features
+        if _whole(name, manifest) in names
+    }
     unknown = {}
     for number, table in tables.items():
         unknown[number] = _erase_row(target, folder, below, files, table, row_id, entries)
-    lineage = {**manifest.lineage, LINEAGE: int(manifest.lineage.get(LINEAGE, 0)) + 1}
+    lineage = {
+        **manifest.lineage, LINEAGE: int(manifest.lineage.get(LINEAGE, 0)) + 1,
+        ERASED_VERSIONS: [*manifest.lineage.get(ERASED_VERSIONS, []), manifest.version],
+    }  # fmt: skip
     after = replace(manifest, files=entries, lineage=lineage)
     if manifest.retrieval is not None:
         after = _without_item(target, folder, below, files, after)
@@ -96,9 +106,14 @@ def erase_from_artifact(target: Target, folder: Rewritten, below: str = "", delt
     return True
 
 
+def _whole(feature: str, manifest: Manifest) -> str:
+    """Return the feature itself, or the sequence of which `feature` is a position (embeddings/table.py)."""
+    return feature if feature in manifest.vocabularies else POSITION.sub("", feature)
+
+
 def _checked(target: Target, files: ArtifactFiles, number: int, names: set[str]) -> TableFiles:
     table = files.manifest.tables[number]
-    others = {name for name, own in files.manifest.features if own == number} - names
+    others = {_whole(name, files.manifest) for name, own in files.manifest.features if own == number} - names
     composed = files.composed()
     compressed = composed is not None and any(
         each.compression is not None and names & set(each.feature_names) for each in composed.tables

@@ -90,25 +90,28 @@ def erase_from_dataset(target: Target, folder: Rewritten, known: dict[str, Datas
     row_id = (
         id_of(path, next(each for each in features if each.name == target.feature), target.value) if features else None
     )
-    if row_id is None:
+    of_group = dataset.group_column == target.feature
+    if row_id is None and not of_group:
         return None
     written: dict[str, tuple[int, str]] = {}
-    for name in sorted({feature.vocabulary for feature in features if feature.vocabulary}):
-        _write_vocabulary(target, os.path.join(path, name), folder.new(os.path.join(below, name)), row_id)
+    for name in sorted({each.vocabulary for each in features if each.vocabulary and row_id is not None}):
+        _write_vocabulary(target, os.path.join(path, name), folder.new(os.path.join(below, name)), row_id or 0)
         written[name] = _size_and_digest(os.path.join(staged, name))
-    names = [feature.name for feature in features]
+    names = [] if row_id is None else [feature.name for feature in features]
     seen: Versions = {
         side.index: (side.about["on"], set()) for side in dataset.side_tables if side.about["on"] in names
     }
     splits = {
         split: replace(
             each,
-            files=[_rewrite_shard(target, folder, below, file, names, row_id, dataset, seen) for file in each.files],
+            files=[
+                _rewrite_shard(target, folder, below, file, names, row_id or 0, dataset, seen) for file in each.files
+            ],
         )
         for split, each in dataset.splits.items()
     }
     sides = [
-        _rewrite_side_table(folder, below, side, names, row_id, seen.get(side.index, ("", set()))[1], dataset)
+        _rewrite_side_table(folder, below, side, names, row_id or 0, seen.get(side.index, ("", set()))[1], dataset)
         for side in dataset.side_tables
     ]
     sparse = [
@@ -116,9 +119,10 @@ def erase_from_dataset(target: Target, folder: Rewritten, known: dict[str, Datas
         if each.vocabulary in written and each.vocabulary_sha256 is not None else each
         for each in dataset.sparse_features
     ]  # fmt: skip
-    after = known.setdefault(
-        dataset.fingerprint(), replace(dataset, splits=splits, sparse_features=sparse, side_tables=sides)
-    )
+    after = replace(dataset, splits=splits, sparse_features=sparse, side_tables=sides)
+    if after == dataset:  # no row is of the group, and no feature has the value
+        return None
+    after = known.setdefault(dataset.fingerprint(), after)
     storage.publish_text(os.path.join(staged, FILE_NAME), after.to_json())
     return row_id
 

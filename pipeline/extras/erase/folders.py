@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from pipeline.checkpoint.steps import STEP_FOLDER
 from pipeline.data.dataset import FILE_NAME
+from pipeline.data.prepare.write_dataset import QUARANTINE_FILE
 from pipeline.runtime.errors import UserError
 from pipeline.runtime.storage import atomic, storage
 from pipeline.runtime.storage.manifest import MANIFEST
@@ -82,6 +83,8 @@ def find_places(roots: Iterable[str]) -> Places:
             if kind is None:
                 found.files += [os.path.join(folder, name) for name in files if ".lease" not in folder]
             else:
+                if QUARANTINE_FILE in files:
+                    found.files.append(os.path.join(folder, QUARANTINE_FILE))
                 kind_list: list[str] = getattr(found, kind)
                 kind_list.append(folder)
                 names.clear()

@@ -2,6 +2,7 @@
 
 Rows whose column of the feature is the value are removed from Parquet, JSON lines, and tables of text with a header.
 In columns of Parquet that share its values, as histories do, a missing value takes its place, so lists keep their length.
+Rows of a serving log leave it in both cases, because their scores could not be computed again.
 In other text each occurrence is replaced by the word `erased`.
 """
 
@@ -17,7 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.extras.erase.scan import PARQUET, found_in, holds, open_text
+from pipeline.extras.erase.sequences import is_sequences, without
 from pipeline.extras.erase.target import ERASED, Target
+from pipeline.extras.serving_log.log_files import ABOUT
 from pipeline.runtime.storage import atomic
 
 DELIMITERS = "\t,;|"
@@ -36,6 +39,8 @@ def erase_from_file(target: Target, path: str) -> bool:
         if changed:
             atomic.publish_file(staged, path)
         return changed
+    except pa.ArrowException:  # a file that is not complete: the scan names it
+        return False
     finally:
         if os.path.exists(staged):
             os.remove(staged)
@@ -50,8 +55,9 @@ def _write_parquet(target: Target, path: str, staged: str) -> bool:
         with pq.ParquetWriter(staged, schema, compression=codec.replace("UNCOMPRESSED", "NONE")) as writer:
             for number in range(file.num_row_groups):
                 table = file.read_row_group(number)
-                if target.feature in schema.names:
-                    is_it = [target.is_value(cell) for cell in table[target.feature].to_pylist()]
+                of_rows = {target.feature} | (target.sharing if ABOUT in (schema.metadata or {}) else set())
+                for name in of_rows.intersection(schema.names):
+                    is_it = [target.is_value(cell) for cell in table[name].to_pylist()]
                     table = table.filter(pa.array(~np.array(is_it, np.bool_)))
                 writer.write_table(_without_shared(target, table))
     return True
@@ -75,7 +81,9 @@ def _write_text(target: Target, path: str, staged: str) -> bool:
     output = staged + (".gz" if path.endswith(".gz") else "")
     try:
         with open_text(path) as file, open_text(output, "wb") as out:
-            for line in _without(target, iter(file)):
+            of_sequences = is_sequences(target, path)
+            lines = (without(target, line) for line in file) if of_sequences else _without(target, iter(file))
+            for line in lines:
                 line.decode()
                 out.write(line)
         os.replace(output, staged)

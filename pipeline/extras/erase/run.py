@@ -22,6 +22,7 @@ from pipeline.extras.erase.datasets import erase_from_dataset
 from pipeline.extras.erase.folders import EraseError, Places, Rewritten, find_places, recover, rewriting
 from pipeline.extras.erase.plain_files import erase_from_file
 from pipeline.extras.erase.scan import found_in
+from pipeline.extras.erase.sequences import sequence_files
 from pipeline.extras.erase.steps import erase_from_steps
 from pipeline.extras.erase.target import MIN_BYTES, Target
 from pipeline.retraining.ledger import Ledger, Record
@@ -43,11 +44,13 @@ logger = get_logger("pipeline.erase")
 
 @dataclass
 class Erasure:
-    """`rewritten` lists the folders and files that changed. `left`: file -> what it still contains."""
+    """`rewritten` lists the folders and files that changed. `left`: file -> what it still contains. `without_feature`: data
+    sets that do not say which of their rows are the value's."""
 
     rewritten: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
+    without_feature: list[str] = field(default_factory=list)
     num_steps: int = 0
     num_rows: int = 0
     num_files: int = 0
@@ -98,8 +101,15 @@ def _staged(target: Target, places: Places, result: Erasure, stack: ExitStack) -
     sources = [*places.datasets, *(os.path.join(path, "data") for path in places.versions)]
     data = {load_dataset(path).fingerprint(): path for path in reversed(sources)}
     for path in sources:
-        features = load_dataset(path).sparse_features
-        target.sharing |= {each.name for each in features if vocabulary_of(each) == target.feature} - {target.feature}
+        dataset = load_dataset(path)
+        sharing = {each.name for each in dataset.sparse_features if vocabulary_of(each) == target.feature}
+        target.sharing |= sharing - {target.feature}
+        target.sequence_files |= sequence_files(dataset)
+        if not sharing and dataset.group_column != target.feature:
+            result.without_feature.append(path)
+    for path in places.artifacts:
+        shares = {each.name: each.sequence and each.sequence.shares for each in read_manifest(path).schema.features}
+        target.sharing |= {name for name, owner in shares.items() if owner == target.feature}
     datasets = [stack.enter_context(rewriting(path)) for path in places.datasets]
     for folder in datasets:
         erase_from_dataset(target, folder, known)
@@ -199,6 +209,11 @@ def describe(job: EraseJob, result: Erasure) -> list[str]:
     ]
     if not result.rewritten:
         lines = [f"erased      nothing: no vocabulary and no file has this value of {job.feature} (check its spelling)"]
+    lines += [
+        f"not erased  {path}: the data set has no feature {job.feature!r}, so it does not say which rows have the value: "
+        "prepare it again from raw rows without them"
+        for path in result.without_feature
+    ]
     lines += [f"removed     {path}, left by a writer that did not finish" for path in result.removed]
     searched = f"{result.num_files:,} files ({show_size(result.num_bytes)})"
     if result.left:

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from pipeline.checkpoint.owners import SHARD
 from pipeline.data.read.endless import FILE as NEW_VALUES
 from pipeline.extras.differential.packed import PackedFile
+from pipeline.extras.erase.sequences import is_sequences, without
 from pipeline.extras.erase.target import Target
 from pipeline.runtime.storage.manifest import MANIFEST
 from pipeline.serving.artifact.deltas import VALUES_FILE
@@ -43,6 +44,9 @@ def found_in(target: Target, path: str, with_ids: bool = False) -> str:
 
 
 def _found(target: Target, path: str, with_ids: bool) -> str:
+    if is_sequences(target, path):
+        with open_text(path) as lines:
+            return VALUE if any(without(target, line) != line for line in lines) else ""
     with open(path, "rb") as file:
         head = file.read(8)
         file.seek(0)

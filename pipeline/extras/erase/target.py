@@ -14,19 +14,22 @@ import numpy as np
 MIN_BYTES = 6  # shorter patterns occur in files by chance
 MAX_PLAIN_DIGITS = 5  # a shorter number is found in text only in quotes, or next to the feature's name
 ERASED = "erased"
+TOMBSTONE = re.compile(r"erased:[0-9a-f]{32}")
 
 
 @dataclass
 class Target:
     """`rows`: bytes of the value's rows and optimizer states as stored before, in all files that hold them. `sharing`:
     other columns whose values are from the feature's vocabulary, for example histories of items. `others`: features with
-    vocabularies of their own. An equal value of theirs, such as the item of the same number, stays."""
+    vocabularies of their own. An equal value of theirs, such as the item of the same number, stays. `sequence_files`:
+    names of raw files of data.format=user_sequences."""
 
     feature: str
     value: str
     rows: set[bytes] = field(default_factory=set)
     sharing: set[str] = field(default_factory=set)
     others: set[str] = field(default_factory=set)
+    sequence_files: set[str] = field(default_factory=set)
 
     def tombstone(self, row_id: int) -> str:
         """Return the text that keeps the value's place in a vocabulary. It depends on the feature and id alone, so

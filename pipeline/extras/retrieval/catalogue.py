@@ -13,12 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.checkpoint.vocabularies import read_values
 from pipeline.data.dataset import Dataset, weights_column
 from pipeline.data.raw.rows import open_source, parse_block
 from pipeline.data.raw.source import find_sources, unchanged
+from pipeline.extras.erase.target import TOMBSTONE
 from pipeline.extras.models.tasks.item_rows import last_rows, lists_of
 from pipeline.extras.retrieval.index import Vectors
 from pipeline.extras.retrieval.tower import Tower
@@ -79,7 +81,7 @@ def make_catalogue(
 
 
 def _whole(ids: NDArray[np.int64], vectors: Vectors, unknown: int, vocabulary: str) -> Catalogue:
-    """Sort by ascending id. If an item has several rows, the last one counts."""
+    """Sort by ascending id. If an item has several rows, the last one counts. Erased items are left out."""
     ids, last = np.unique(ids[::-1], return_index=True)
     vectors = np.ascontiguousarray(vectors[::-1][last])
     if not len(ids):
@@ -96,7 +98,11 @@ def _whole(ids: NDArray[np.int64], vectors: Vectors, unknown: int, vocabulary: s
         count = int(np.searchsorted(wanted, first + len(batch)))
         texts.append(pa.array(batch, pa.large_string()).take(pa.array(wanted[:count] - first)))
         wanted = wanted[count:]
-    return Catalogue(ids, pa.concat_arrays(texts), vectors)
+    values = pa.concat_arrays(texts)
+    is_item = np.asarray(pc.invert(pc.match_substring_regex(values, f"^{TOMBSTONE.pattern}$")))
+    if is_item.all():
+        return Catalogue(ids, values, vectors)
+    return Catalogue(ids[is_item], values.filter(pa.array(is_item)), vectors[is_item])
 
 
 def _from_dataset(

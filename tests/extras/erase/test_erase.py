@@ -20,8 +20,11 @@ from pipeline.checkpoint.steps import is_packed, list_steps, read_manifest, step
 from pipeline.checkpoint.tables import inventory_of_step
 from pipeline.cli.command_line import load_config
 from pipeline.cli.registry import rollback
+from pipeline.config.jobs.prepare import PrepareJob
 from pipeline.config.jobs.retrain import RegistryJob
 from pipeline.data.dataset import load_dataset
+from pipeline.data.prepare.run import prepare
+from pipeline.data.raw.hashing import hash_text
 from pipeline.extras.checkpoints.survey import verify_step
 from pipeline.extras.differential.packed import PackedFile
 from pipeline.extras.erase.config import EraseJob
@@ -34,7 +37,7 @@ from pipeline.retraining.ledger import Ledger
 from pipeline.retraining.registry import Registry
 from pipeline.runtime.storage.signature import requiring, signing
 from pipeline.serving.scoring.predictor import Predictor
-from tests.extras.erase.worlds import NAMES, USER, make_world, train_to
+from tests.extras.erase.worlds import NAMES, USER, make_world, rows_of, train_to
 from tests.support.forks import WarmCommand
 
 pytestmark = pytest.mark.long
@@ -209,6 +212,31 @@ def test_step_of_an_unknown_data_set_and_hashed_ids_change_nothing(world: Path) 
     assert {at: content for at, content in contents(world).items() if ".lease" not in str(at)} == {
         at: content for at, content in before.items() if ".lease" not in str(at)
     }
+
+
+def test_group_of_a_user_who_is_no_feature_is_erased(tmp_path: Path) -> None:
+    rows = rows_of(300)
+    pq.write_table(rows, tmp_path / "rows.parquet")
+    data = [
+        "data=default", "data.name=small", "data.format=parquet", "data.columns.label=click", "data.columns.dense=[price]",
+        "data.columns.sparse=[item]", "data.group_column=user", "data.split={kind: random, validation_fraction: 0, test_fraction: 0}",
+    ]  # fmt: skip
+    prepare(
+        load_config(PrepareJob, [*data, f"data.path={tmp_path}/ds", f"source={tmp_path}/rows.parquet", "threads=1"])
+    )
+    (tmp_path / "ds/quarantine.jsonl").write_text(json.dumps({"row": 3, "reason": f"user {USER}"}) + "\n")
+    (shard,) = (tmp_path / "ds/train").iterdir()
+    before = pq.read_table(shard)
+    words = ["feature=user", f"value='{USER}'", f"folders=[{tmp_path}]"]
+    result = erase(load_config(EraseJob, words))
+    assert result.left == {} and result.without_feature == [] and len(result.rewritten) == 3
+    group, after = before["__group__"].to_numpy(), pq.read_table(shard)
+    own = group == hash_text(pa.array([USER]), 0).view(np.int64)[0]
+    assert own.sum() == rows["user"].to_pylist().count(USER) > 0
+    assert (after["__group__"].to_numpy() == np.where(own, 0, group)).all()
+    assert after.drop_columns("__group__").equals(before.drop_columns("__group__"))
+    assert load_dataset(str(tmp_path / "ds")).splits["train"].num_rows == 300
+    assert erase(load_config(EraseJob, words)).rewritten == []
 
 
 def test_value_in_a_file_that_cannot_be_rewritten_is_named(world: Path) -> None:
