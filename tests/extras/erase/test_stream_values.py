@@ -58,6 +58,8 @@ def test_values_that_a_stream_has_added_are_erased(prepared_clicks: str, tmp_pat
         stored = inventory_of_step(tensors).tables["cat_3"]
         if row < stored.rows and VALUE in known_of(steps, step).values["cat_3"]:
             patterns.add(tensors.read(stored.key, [row, 0], [1, stored.dim]).numpy().tobytes())
+    (tmp_path / "read").mkdir()
+    shutil.move(source / "a.tsv", tmp_path / "read/a.tsv")  # a followed folder has no rewritten files
     assert len(patterns) >= 3 and holding(tmp_path, patterns) and values.count(VALUE) > 1
     result = erase(EraseJob(feature="cat_3", value=VALUE, folders=[str(tmp_path)]))
     assert result.left == {} and holding(tmp_path, patterns) == []
@@ -79,3 +81,8 @@ def test_values_that_a_stream_has_added_are_erased(prepared_clicks: str, tmp_pat
         assert erase(EraseJob(feature="cat_3", value=value, folders=[str(tmp_path)])).left == {}
         assert not [path for path, content in contents(tmp_path).items() if f'"{value}"'.encode() in content]
         assert {verify_step(str(steps), step) for step in list_steps(str(steps))} == {""}
+
+    lines = _with_new_values(prepared_clicks, 1100, 1500).replace(VALUE.encode(), b"other")
+    (source / "b.tsv").write_bytes(lines)
+    assert start_retrain(follow_words(str(data), source, run, *words)).wait(200) == 0
+    assert max(list_steps(str(steps))) > newest and holding(tmp_path, patterns) == []
