@@ -22,7 +22,7 @@ from pipeline.config.transforms import TEXT as CATEGORY
 from pipeline.data.raw.value_types import is_list, plain, spelled
 from pipeline.extras.serving_log import log_files
 from pipeline.extras.serving_log.log_files import About, raw_columns
-from pipeline.extras.serving_log.replay import differing_features, pick_rows
+from pipeline.extras.serving_log.replay import differing_features, encode_again
 from pipeline.runtime.errors import DataError, did_you_mean
 from pipeline.serving.scoring.raw_rows import RowEncoder
 
@@ -88,28 +88,20 @@ def compare(
     """Compare rows pairwise, and add what differs to `found`. Return how many rows differ."""
     raw = raw_columns(logged)
     columns: dict[str, pa.ChunkedArray] = {}
-    differing = np.zeros(raw.num_rows, np.bool_)
-    differs_in: dict[str, np.ndarray] = {}
-    for name in raw.column_names:
-        served = raw[name]
+    differing: dict[str, np.ndarray] = {}
+    for name, served in zip(raw.column_names, raw.columns, strict=True):
         absent = name not in training.column_names
-        own = (
-            pa.chunked_array([pa.nulls(raw.num_rows, served.type)])
-            if absent
-            else _read_as(training[name], served, name, encoder)
-        )
-        columns[name] = own
+        missing = pa.chunked_array([pa.nulls(raw.num_rows, served.type)])
+        columns[name] = own = missing if absent else _read_as(training[name], served, name, encoder)
         differs = _differs(served, own)
         if differs.any():
-            differs_in[name] = differs
-            differing |= differs
+            differing[name] = differs
             _note(found.setdefault(name, ColumnSkew(name, absent=absent)), differs, logged, served, own)
     prepared = _prepared_differs(encoder, about, logged, pa.table(columns))
-    for name, differs in differs_in.items():
-        of_features = [of for feature, of in prepared.items() if name in _sources(encoder, feature)]
-        if of_features:
+    for name, differs in differing.items():
+        if of_features := [each for feature, each in prepared.items() if name in _sources(encoder, feature)]:
             found[name].prepared += int((differs & np.any(of_features, axis=0)).sum())
-    return int(differing.sum())
+    return int(np.any([*differing.values()], axis=0).sum()) if differing else 0
 
 
 def _read_as(column: pa.ChunkedArray, served: pa.ChunkedArray, name: str, encoder: RowEncoder) -> pa.ChunkedArray:
@@ -164,17 +156,11 @@ def _note(
 
 def _prepared_differs(encoder: RowEncoder, about: About, logged: pa.Table, training: pa.Table) -> dict[str, np.ndarray]:
     """Return feature or dense column -> [rows] True if the prepared training row differs from the log."""
-    encoded = encoder.encode_as_prepare(training)
-    was_kept = logged[log_files.BATCH_ROWS].is_valid().to_numpy()
-    is_kept = np.zeros(logged.num_rows, np.bool_)
-    is_kept[encoded.kept] = True
-    both = was_kept & is_kept
-    places = (np.cumsum(is_kept) - 1)[both]
-    picked = pick_rows(encoded, len(about.features), places)
+    was_kept, is_kept, rows, encoded = encode_again(encoder, about, logged, training)
     whole: dict[str, np.ndarray] = {}
-    for name, differs in differing_features(about, logged.filter(pa.array(both)), picked).items():
+    for name, differs in differing_features(about, rows, encoded).items():
         whole[name] = was_kept != is_kept
-        whole[name][both] = differs
+        whole[name][was_kept & is_kept] = differs
     return whole
 
 
@@ -187,20 +173,10 @@ def _sources(encoder: RowEncoder, feature: str) -> set[str]:
 def explain(found: Mapping[str, ColumnSkew]) -> None:
     """Say of each column what its difference looks like."""
     for skew in found.values():
-        swapped = next(
-            (
-                other.column
-                for other in found.values()
-                if other is not skew and other.request == skew.request and _are_swapped(skew.pairs, other.pairs)
-            ),
-            None,
-        )
-        if skew.absent:
-            skew.looks_like = ABSENT
-        elif swapped is not None:
-            skew.looks_like = f"training has the values of {swapped!r} here: the columns are swapped"
-        else:
-            skew.looks_like = looks_like(skew.pairs)
+        others = [each for each in found.values() if each is not skew and each.request == skew.request]
+        swapped = [each.column for each in others if _are_swapped(skew.pairs, each.pairs)]
+        said = f"training has the values of {swapped[0]!r} here: the columns are swapped" if swapped else ""
+        skew.looks_like = ABSENT if skew.absent else said or looks_like(skew.pairs)
 
 
 def _are_swapped(own: Sequence[tuple[Any, Any]], other: Sequence[tuple[Any, Any]]) -> bool:

@@ -9,6 +9,7 @@ places of rows that were not logged hold copies of a logged row.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,7 @@ from pipeline.runtime.storage.manifest import MANIFEST
 from pipeline.serving.artifact.deltas import stage_delta
 from pipeline.serving.artifact.manifest import read_manifest
 from pipeline.serving.scoring.predictor import Predictor
-from pipeline.serving.scoring.raw_rows import EncodedRows
+from pipeline.serving.scoring.raw_rows import EncodedRows, RowEncoder
 
 ERASED_VERSIONS = "erased_versions"  # of an artifact's lineage; the verb erase writes it
 Bools = NDArray[np.bool_]
@@ -98,16 +99,9 @@ MAX_EXAMPLES = 20
 
 def replay(predictor: Predictor, about: About, table: pa.Table, compared: Compared) -> EncodedRows:
     """Compute the rows of one artifact and delta again, and count what differs. Return what they became."""
-    encoded = predictor.encoder.encode_as_prepare(raw_columns(table))
-    was_kept = table[log_files.BATCH_ROWS].is_valid().to_numpy()
-    is_kept = np.zeros(table.num_rows, np.bool_)
-    is_kept[encoded.kept] = True
+    was_kept, is_kept, rows, chosen = encode_again(predictor.encoder, about, table, raw_columns(table))
     compared.rows += table.num_rows
     compared.refused_otherwise += int((was_kept != is_kept).sum())
-    both = was_kept & is_kept
-    rows = table.filter(pa.array(both))
-    place = np.cumsum(is_kept) - 1  # of a row among the encoded rows
-    chosen = pick_rows(encoded, len(predictor.encoder.schema.features), place[both])
     equal = np.ones(rows.num_rows, np.bool_)
     for name, differs in differing_features(about, rows, chosen).items():
         equal &= ~differs
@@ -128,21 +122,32 @@ def _note(compared: Compared, name: str, differs: Bools, rows: pa.Table) -> None
         compared.examples.append({"feature": name, **request, **raw})
 
 
+def encode_again(
+    encoder: RowEncoder, about: About, logged: pa.Table, raw: pa.Table
+) -> tuple[Bools, Bools, pa.Table, EncodedRows]:
+    """Encode raw rows as prepare does. Return which rows the server could read, which are read here, and the rows of both:
+    as logged, and as encoded here.
+    """
+    encoded = encoder.encode_as_prepare(raw)
+    was_kept, is_kept = logged[log_files.BATCH_ROWS].is_valid().to_numpy(), np.zeros(logged.num_rows, np.bool_)
+    is_kept[encoded.kept] = True
+    both = was_kept & is_kept
+    chosen = pick_rows(encoded, len(about.features), (np.cumsum(is_kept) - 1)[both])
+    return was_kept, is_kept, logged.filter(pa.array(both)), chosen
+
+
 def pick_rows(encoded: EncodedRows, num_features: int, rows: NDArray[np.int64]) -> EncodedRows:
     """Return chosen encoded rows, in this order; a row may be chosen several times."""
-    num_rows = len(encoded.kept)
-    offsets = encoded.offsets.numpy()
-    begins = offsets[:-1].reshape(num_features, num_rows)[:, rows].reshape(-1)
-    lengths = np.diff(offsets).reshape(num_features, num_rows)[:, rows].reshape(-1)
-    ends = np.cumsum(lengths)
-    index = torch.from_numpy(
-        np.repeat(begins - (ends - lengths), lengths) + np.arange(int(ends[-1]) if len(ends) else 0)
-    )
-    weights = None if encoded.weights is None else encoded.weights[index]
-    own = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int64))
-    return EncodedRows(
-        encoded.dense[torch.from_numpy(rows)], encoded.values[index], own, np.arange(len(rows)), [], weights
-    )
+    at = pa.array((np.arange(num_features)[:, None] * len(encoded.kept) + rows).reshape(-1))
+    lists = [
+        pa.LargeListArray.from_arrays(encoded.offsets.numpy(), each.numpy()).take(at)
+        for each in (encoded.values, encoded.weights)
+        if each is not None
+    ]
+    values, *weights = (torch.tensor(np.asarray(each.flatten())) for each in lists)
+    ends = np.asarray(lists[0].value_lengths()).cumsum()
+    own, dense = torch.tensor(np.concatenate([[0], ends])), encoded.dense[torch.from_numpy(rows)]
+    return EncodedRows(dense, values, own, np.arange(len(rows)), [], *weights)
 
 
 def differing_features(about: About, rows: pa.Table, encoded: EncodedRows) -> dict[str, Bools]:
@@ -200,15 +205,13 @@ def batches(
     """Yield batches in which each row has its place: the row at each place, and the places and
     numbers of the rows that the batch is for.
     """
-    by_place = np.lexsort((batch_row, batch_rows))
-    sizes, places = batch_rows[by_place], batch_row[by_place]
-    begins = np.flatnonzero(np.diff(sizes, prepend=-1) | np.diff(places, prepend=-1))
-    counts = np.diff(np.append(begins, len(sizes)))
-    round_of = np.arange(len(sizes)) - np.repeat(begins, counts)  # the n-th row of this place
-    order = np.lexsort((round_of, sizes))
-    ends = np.flatnonzero(np.diff(sizes[order], append=-1) | np.diff(round_of[order], append=-1)) + 1
-    for numbers in np.split(order, ends[:-1]) if len(order) else []:
-        rows, own = by_place[numbers], places[numbers].astype(np.int64)
-        arranged = np.full(int(sizes[numbers[0]]), rows[0])
-        arranged[own] = rows
-        yield arranged, own, rows
+    taken: Counter[tuple[int, int]] = Counter()
+    found: dict[tuple[int, int], list[int]] = {}
+    for number, place in enumerate(zip(batch_rows.tolist(), batch_row.tolist(), strict=True)):
+        found.setdefault((place[0], taken[place]), []).append(number)  # the n-th row of a place is in the n-th batch
+        taken[place] += 1
+    for (size, _), numbers in found.items():
+        rows = np.array(numbers)
+        arranged, places = np.full(size, rows[0]), batch_row[rows].astype(np.int64)
+        arranged[places] = rows
+        yield arranged, places, rows
