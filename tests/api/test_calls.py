@@ -110,6 +110,7 @@ def test_ctrl_c_saves_and_raises_and_the_same_call_resumes(
     assert_same(tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.long
 def test_sigterm_reaches_the_handler_of_the_script_after_the_save(
     prepared_clicks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

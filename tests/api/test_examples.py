@@ -47,6 +47,7 @@ def test_duckdb_scores_in_sql(small_artifact: ExportSummary, rows: list[dict[str
     assert np.array_equal(found["score"], wanted)
 
 
+@pytest.mark.long
 def test_mlflow_loads_and_scores(small_artifact: ExportSummary, rows: list[dict[str, object]], wanted: np.ndarray, tmp_path: Path) -> None:  # fmt: skip
     mlflow = pytest.importorskip("mlflow", reason=ABSENT)
     pd = pytest.importorskip("pandas", reason=ABSENT)

@@ -17,6 +17,7 @@ from pipeline.runtime.storage.checksums import BLOCK_BYTES, ChecksummedWriter, V
 FIRST = FirstWeights(UNIFORM, 0x123456789ABCDEF, 2.0**-26, 12, 5, 4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "first", [FIRST, replace(FIRST, kind=NORMAL, unit=0.1), FirstWeights()], ids=["uniform", "normal", "zeros"]
 )

@@ -48,6 +48,7 @@ def test_row_wise_state_spreads_over_columns_and_comes_back_as_their_average(ran
     assert torch.equal(merged[WEIGHT], columns[WEIGHT])
 
 
+@pytest.mark.long
 def test_equal_column_blocks_go_on_exactly_from_grid_to_columns(ranks: RankPool, tmp_path: Path) -> None:
     saved, loss = ranks.run(4, save, str(tmp_path), ("grid_shard",), "rowwise_adagrad", 2, local_world_size=2)[0]
     restored, after = ranks.run(2, restore, str(tmp_path), ("column_wise",), "rowwise_adagrad", 2)[0]

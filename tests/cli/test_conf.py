@@ -63,6 +63,7 @@ def _experiment(name: str) -> TrainJob:
     return load_config(TrainJob, [f"experiment={name}"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("experiment", GROUPS["experiment"])
 def test_every_experiment_trains_under_its_own_name(experiment: str) -> None:
     job = _experiment(experiment)
@@ -117,6 +118,7 @@ def _choices() -> list[tuple[type, dict[str, str]]]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("job_type", "chosen"), _choices())
 def test_every_option_of_every_group_composes(job_type: type, chosen: dict[str, str]) -> None:
     words = [f"{group}={option}" for group, option in chosen.items()]
@@ -141,6 +143,7 @@ def test_the_other_verbs_compose() -> None:
     assert load_config(EvaluateJob, ["run=runs/quickstart"]).split == "test"
 
 
+@pytest.mark.long
 def test_the_same_choices_are_composed_once_until_a_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,6 +177,7 @@ SHIPPED = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("words", SHIPPED, ids=" ".join)
 def test_every_shipped_plan_holds_for_the_command_that_made_it(words: list[str]) -> None:
     job = load_config(PlanJob, words)

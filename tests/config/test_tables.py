@@ -89,6 +89,7 @@ def test_a_pattern_is_a_key_of_the_command_line() -> None:
     assert {ids.min_frequency for ids in job.data.feature_ids.values()} == {3} and len(job.data.feature_ids) == 26
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "num_tables", "rows"), [("rmc1", 5, 100_000), ("rmc2", 40, 2_000_000), ("rmc3", 10, 800_000)]
 )

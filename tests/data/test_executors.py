@@ -144,6 +144,7 @@ def test_bytes_do_not_depend_on_the_executor_or_on_how_values_are_numbered(
     assert found[0] == found[1] and len(found[0][1]) > 8
 
 
+@pytest.mark.long
 def test_more_values_than_memory_are_counted_by_spilling_to_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

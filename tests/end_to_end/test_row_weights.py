@@ -121,6 +121,7 @@ def _shown(run: Path) -> dict[str, Any]:
     return found | {"cards": re.search(r"<h1>.*?(?=<h2>)", page, re.DOTALL)}
 
 
+@pytest.mark.long
 def test_the_page_shows_the_same_numbers(runs: tuple[Path, Path]) -> None:
     weighted, repeated = (_shown(run) for run in runs)
     for name in weighted.keys() - {"cards"}:

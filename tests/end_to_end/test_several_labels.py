@@ -115,6 +115,7 @@ def trained(ranks: RankPool, folder: Path) -> TrainSummary:
     return ranks.run(2, train_on_rank, _job(folder, folder / "run"))[0]
 
 
+@pytest.mark.long
 def test_each_label_is_measured_by_its_name_and_learns(ranks: RankPool, trained: TrainSummary) -> None:
     metrics = trained.validation
     assert metrics["num_samples"] == 400 and metrics["order/num_samples"] < 300

@@ -274,6 +274,7 @@ def _run(world: World, name: str, seeds: range) -> None:
     assert child.exitcode == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", READERS)
 def test_a_mutated_file_gives_a_user_error_or_is_read(name: str, world: World) -> None:
     _run(world, name, range(40))

@@ -387,6 +387,7 @@ def test_text_stays_text_in_yaml(text: str) -> None:
         assert '"' in written
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("path", "value"),
     [

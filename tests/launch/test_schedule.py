@@ -117,6 +117,7 @@ def _as_cron_reads(line: str) -> tuple[str, str]:
     return fields.strip(), command.replace(r"\%", "%")
 
 
+@pytest.mark.long
 def test_a_line_for_cron_runs_in_its_folder_with_a_log_and_a_lock(tick: Workload, tmp_path: Path) -> None:
     folder = tmp_path / "a folder"
     folder.mkdir()

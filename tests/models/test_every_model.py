@@ -148,6 +148,7 @@ def test_compiled_layers_give_the_loss_and_gradients_of_those_that_are_not(
     assert (compiled_gradients - gradients).norm() < 1e-4 * gradients.norm()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "form", "data"),
     cases(

@@ -59,6 +59,7 @@ def test_the_cpus_kernels_equal_torchrecs_interaction_at_any_width(num_rows: int
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=5e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dim", [16, 40])
 def test_the_number_of_threads_changes_no_bit(dim: int) -> None:
     torch.manual_seed(0)

@@ -48,6 +48,7 @@ def test_models_of_users_and_items_learn_their_planted_vectors(
     assert share > max(least, linear_share + 0.15)
 
 
+@pytest.mark.long
 def test_logistic_regression_learns_linear_effects_and_wide_deep_what_dense_features_bend() -> None:
     rows = click_rows(CLICKS)
     linear, deep = (

@@ -39,6 +39,7 @@ def run(problem: SearchProblem, start: Assignment, moves: int = 60_000, seed: in
     )
 
 
+@pytest.mark.long
 def test_an_overfull_start_is_packed_until_it_fits_even_if_each_rank_must_be_full() -> None:
     sizes = [9, 8, 7, 6, 4, 3, 2, 1]  # only 9 + 1, 8 + 2, 7 + 3 and 6 + 4 fill four ranks of 10
     problem = problem_of([[single([1.0, 2.0], size)] for size in sizes], ranks=4, room=10.0)

@@ -264,6 +264,7 @@ def same(a: Assignment, b: Assignment) -> bool:
     return a.choices == b.choices and all((x == y).all() for x, y in zip(a.ranks, b.ranks, strict=True))
 
 
+@pytest.mark.long
 def test_a_seed_gives_one_result() -> None:
     problem = draw_problem(5, 30, 8, 4, tightness=2.0, num_options=5)
 

@@ -45,6 +45,7 @@ def test_its_hook_counts_steps_and_goes_on_counting_after_a_resume(gone: dict[st
     assert counted == [4, 9, 14, 19]  # a step's line is written before a plugin's hooks hear of its end
 
 
+@pytest.mark.long
 def test_its_metric_is_measured_in_training_and_after_it(gone: dict[str, Any]) -> None:
     logged = [json.loads(line) for line in gone["log"].splitlines()]
     measured = [line["accuracy_at_30"] for line in logged if line["kind"] == "validation"]

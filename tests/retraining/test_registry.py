@@ -124,6 +124,7 @@ def test_damage_is_found_by_size_and_by_checksum(tmp_path: Path) -> None:
         registry.version("v000001")
 
 
+@pytest.mark.long
 def test_half_a_version_is_none_and_is_removed(registry: Registry, tmp_path: Path, store: FaultyProxy) -> None:
     version = _publish(registry, tmp_path)
     from pipeline.runtime.storage import storage

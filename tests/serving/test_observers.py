@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
+import pytest
 import torch
 
 from pipeline.serving.http import observers
@@ -36,6 +37,7 @@ def test_an_observer_sees_what_was_answered_and_ends_with_the_server(tmp_path: P
     assert lines.read_text().splitlines() == ["mine-1 v1 2", f"{own} v1 1", "end"]
 
 
+@pytest.mark.long
 def test_an_observer_that_fails_fails_no_request_and_a_router_can_turn_one_away(tmp_path: Path) -> None:
     options = [f"observers.line_for_each.path={tmp_path / 'lines'}", "observers.line_for_each.fails=true"]
     options.append("router.doorkeeper.refused=not-")

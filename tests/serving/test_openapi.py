@@ -55,6 +55,7 @@ def _has_a_column_twice(body: Any) -> bool:
     return isinstance(items, list) and any(isinstance(item, dict) and item.keys() & user.keys() for item in items)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 def test_requests_made_from_the_page_are_answered_as_it_says(server: Server, mode: GenerationMode) -> None:
     statuses = ask(server, ("POST", "/score"), mode, 12)

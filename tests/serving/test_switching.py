@@ -80,7 +80,7 @@ def test_a_bad_artifact_is_refused_and_the_one_before_goes_on(tmp_path: Path) ->
 
 def test_a_folder_that_is_replaced_is_taken_up(tmp_path: Path) -> None:
     artifact = write_artifact(tmp_path / "artifact", "v1")
-    with server_of(artifact) as server, stand_in_load(server.url, 2) as load:
+    with server_of(artifact, PATIENT) as server, stand_in_load(server.url, 2) as load:
         os.rename(artifact, tmp_path / "old")
         os.rename(write_artifact(tmp_path / "new", "v2"), artifact)
         server.wait_for("artifact v2 serves now")

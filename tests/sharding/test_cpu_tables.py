@@ -151,6 +151,7 @@ def test_gradients_of_fbgemms_dense_lookup_are_torchs_although_torch_warns(mode:
     torch.testing.assert_close(lookup.weights.grad.view(6, 4), expected.weight.grad)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", [SparseType.FP32, SparseType.FP16])
 def test_any_number_of_threads_gives_the_same_bits(precision: SparseType) -> None:
     found = []

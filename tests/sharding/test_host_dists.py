@@ -23,6 +23,7 @@ def _apart(rank: int, tables: list[TinyTable], config: OptimizerConfig) -> float
     return distance(train_sharded(rank, tables, config, CommsConfig()), by_gloo)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_ranks", "kinds"),
     [

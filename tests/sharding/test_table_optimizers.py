@@ -216,6 +216,7 @@ def test_all_rows_are_updated_as_torch_does_where_the_config_says_so(
         assert furthest(reference(make, config, [TinyTable("a", "data_parallel")]), by_torch) < 1e-6
 
 
+@pytest.mark.long
 def test_replicated_tables_follow_the_same_rule_without_our_kernels(ranks: RankPool) -> None:
     tables = [TinyTable("a", "data_parallel"), TinyTable("b", "data_parallel")]
     for config in (

@@ -108,6 +108,7 @@ def error_of_evaluation(rank: int, words: list[str], interrupted: bool) -> str:
     return ""
 
 
+@pytest.mark.long
 def test_evaluate_gives_equal_group_metrics_and_rows_on_one_and_two_ranks(
     ranks: RankPool, trained: TrainSummary, folder: Path, tmp_path: Path
 ) -> None:

@@ -104,6 +104,7 @@ def _fit_broken(rank: int, is_late: bool, folder: str, arguments: tuple[Any, ...
     return str(error.value)
 
 
+@pytest.mark.long
 def test_a_failed_reader_updates_nothing_and_the_last_whole_step_is_saved(ranks: RankPool, tmp_path: Path) -> None:
     now, late = _both(ranks, tmp_path, CONFIG, 4, fit=_fit_broken)
     assert now == late and late[0] == ["the disk is gone"] * 2 and late[2] == ["step_00000004", "step_00000005"]

@@ -49,6 +49,7 @@ def first_part(artifact: Path, source: Path, folder: Path, kind: str, seed: int)
     return wanted, found.parts[0].part
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_planted_part_is_named_first(small_artifact: ExportSummary, source: Path, tmp_path: Path, kind: str) -> None:
     wanted, found = first_part(Path(small_artifact.artifact), source, tmp_path / "new", kind, 7)

@@ -69,6 +69,7 @@ def test_under_autocast_layers_run_as_before() -> None:
         assert torch.equal(stack(torch.ones(3, 37)), before(torch.ones(3, 37)))
 
 
+@pytest.mark.long
 def test_the_number_of_threads_changes_no_bit() -> None:
     stack, before = _stack(13, [64, 32, 16], None), torch.get_num_threads()
     speed_up_stacks(stack)

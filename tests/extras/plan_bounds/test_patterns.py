@@ -60,6 +60,7 @@ def test_shards_that_do_not_fill_ranks_evenly_raise_the_bound() -> None:
     assert bound.proves(2.99, work()) and not bound.proves(3.01, work())
 
 
+@pytest.mark.long
 def test_memory_that_keeps_tables_apart_raises_the_bound() -> None:
     """Two tables of 6 in ranks of 9 leave two ranks for four tables of 4, which cost 1 each."""
     problem = problem_of([*([single([0.0], 6)] for _ in range(2)), *([single([1.0], 4)] for _ in range(4))], 4, 9.0)

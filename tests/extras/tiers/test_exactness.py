@@ -57,6 +57,7 @@ def test_weights_states_and_pooled_rows_are_those_of_training_in_memory(
     assert stats.written_bytes and stats.read_bytes
 
 
+@pytest.mark.long
 def test_the_head_is_in_its_slots_before_the_first_lookup_and_never_leaves(tmp_path: Path) -> None:
     tiers = build("adagrad", SHAPE, {"a": 0.5, "b": 0.5}, tmp_path, {"a": 0.5, "b": 0.3})
     forward = tiers.forward
