@@ -6,12 +6,12 @@ A data folder holds train.csv, valid.csv and test.csv with a header, and spec.js
 (SPEC below has the fields); benchmarks.quality_data makes such folders. PYTHON is an interpreter that FuxiCTR (PyPI fuxictr
 2.3, with polars below 2) is installed in, SOURCE a checkout of its repository, whose model_zoo is not on PyPI.
 
-Both sides get one thread, Adam at the same rate, the same batch size, dimension and layers, and L2 of tables (but LR and FM,
-whose regularizer in FuxiCTR is one for all); an evaluation an epoch, a tenth of the rate when validation AUC does not
-improve, and the best epoch's weights on test. FuxiCTR cuts the rate at the first such epoch and ends at the second; here it
-is early_stop=auc. Lists are averaged. Each
-side has a process of its own for each model and seed, in turns. The output has a line a run; a run that it already
-holds is not repeated. `samples_per_cpu_s` counts the process's own CPU time, for a machine that others use too.
+Both sides get one thread, Adam of all rows at the same rate, the same batch size, dimension and layers, and L2 of tables (but
+LR and FM, whose regularizer in FuxiCTR is one for all); an evaluation an epoch, a tenth of the rate when validation AUC does not
+improve, and the best epoch's weights on test. FuxiCTR cuts the rate at the first such epoch and ends at the second; here it is
+early_stop=auc. Lists are averaged. Each side has a process of its own for each model and seed, in turns. The output has a line a
+run; a run that it already holds is not repeated. `samples_per_cpu_s` counts the process's own CPU time, for a machine that others
+use too.
 """
 
 from __future__ import annotations
@@ -188,8 +188,8 @@ def run_ours(job: dict[str, Any]) -> dict[str, Any]:
     run_dir = work / "runs" / f"{job['model']}_{job['seed']}"
     words = [
         f"data={option(spec)}", f"run_dir={run_dir}",
-        f"model={job['kind']}", "optimizer=adam", "early_stop=auc", f"optimizer.sparse.lr={job['lr']}",
-        f"optimizer.dense.lr={job['lr']}", f"tables.default.embedding_dim={job['dim']}",
+        f"model={job['kind']}", "early_stop=auc", "optimizer=adam", "optimizer.sparse.update_rows=all",
+        f"optimizer.sparse.lr={job['lr']}", f"optimizer.dense.lr={job['lr']}", f"tables.default.embedding_dim={job['dim']}",
         f"tables.default.l2={job['l2']}", f"trainer.global_batch_size={job['batch_size']}",
         f"trainer.epochs={job['epochs']}", f"trainer.seed={job['seed']}", *job["overrides"], *spec["overrides"],
     ]  # fmt: skip
