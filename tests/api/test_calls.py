@@ -52,6 +52,7 @@ def test_importing_the_package_imports_neither_torch_nor_hydra() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_a_job_is_composed_of_words_or_of_values() -> None:
     job = pipeline.compose("train", SMALL, name="it's", **{"trainer.seed": 3})
     same = pipeline.compose("train", [*SMALL, "name='it\\'s'", "trainer.seed=3"])

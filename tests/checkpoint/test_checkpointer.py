@@ -133,6 +133,7 @@ def _flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.long
 def test_damaged_steps_are_passed_over_and_named(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, _saves, str(tmp_path), [1, 2, 3, 4], 9)
     _flip_a_bit(next((tmp_path / "step_00000004").glob("*.distcp")))
@@ -152,6 +153,7 @@ def _saves_files_of_hooks(rank: int, folder: str) -> None:
         checkpointer.save(step, files={"of_a_hook.bin": bytes(100)} if rank == 0 else {})
 
 
+@pytest.mark.long
 def test_a_step_whose_file_of_a_hook_is_damaged_is_passed_over(ranks: RankPool, tmp_path: Path) -> None:
     """The hook reads it after the step is loaded, when no earlier step can be taken any more."""
     ranks.run(2, _saves_files_of_hooks, str(tmp_path))

@@ -123,6 +123,7 @@ def hostile_metadata() -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.long
 def test_hostile_metadata_is_refused_and_changes_no_class() -> None:
     kinds = (pathlib.PosixPath, dcp.TensorStorageMetadata, torch.serialization._get_layout)
     before = [dict(vars(kind)) for kind in kinds]

@@ -176,6 +176,7 @@ def test_rows_follow_their_values_into_another_vocabulary(
     assert one["rows_loaded"] == len(values) + 1 - 2 and "rows matched by value" in one["changes"]
 
 
+@pytest.mark.long
 def test_layers_are_matched_by_the_names_of_the_features_that_they_read(
     ranks: RankPool, small_run: Path, prepared_clicks: str, tmp_path: Path
 ) -> None:
@@ -214,6 +215,7 @@ def test_ids_that_cannot_be_matched_are_refused_unless_told_to_keep_them(
     assert torch.equal(of(warm, "cat_25")[0][: len(before)], before)
 
 
+@pytest.mark.long
 def test_optimizer_state_can_be_reset_and_layers_left_fresh(
     ranks: RankPool, small_run: Path, prepared_clicks: str, tmp_path: Path
 ) -> None:
@@ -229,6 +231,7 @@ def test_optimizer_state_can_be_reset_and_layers_left_fresh(
             assert not torch.equal(value, fresh[key]), key
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -153,6 +153,7 @@ def test_a_librarys_value_error_keeps_its_traceback() -> None:
         int("x")
 
 
+@pytest.mark.long
 def test_a_wrong_command_fails_in_every_verb_before_torch_is_imported() -> None:
     """One process for all verbs: sys.modules would show what any of them imported."""
     code = (

@@ -38,6 +38,7 @@ def test_a_job_without_an_experiment_is_named_after_data_and_model() -> None:
     assert load_config(TrainJob, ["data=criteo_kaggle", "model=deepfm"]).run_dir == "runs/criteo_kaggle_deepfm"
 
 
+@pytest.mark.long
 def test_names_of_a_mapping_may_look_like_numbers_and_truths(tmp_path: Path) -> None:
     words = ["data.name=x", "data.format=csv", "data.columns.label=y", "data.columns.sparse=[a]", "source=x"]
     for given, names_of in (("{TRUE: 1, False: 0}", ["TRUE", "False"]), ("{1: 0, -1: 1}", ["1", "-1"])):
@@ -263,6 +264,7 @@ def test_what_must_be_given_is_asked_for(job_type: type, message: str) -> None:
         load_config(job_type, [])
 
 
+@pytest.mark.long
 def test_a_retriever_has_no_gate_to_be_retrained_by() -> None:
     with pytest.raises(ConfigError, match=names("model=two_tower recall_at_10")):
         load_config(RetrainJob, ["experiment=user_item_two_tower", "source=x"])

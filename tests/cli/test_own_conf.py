@@ -34,6 +34,7 @@ def test_a_users_own_folder_adds_options(overlay: Path) -> None:
     assert load_config(TrainJob, [f"--config-dir={overlay}", QUICKSTART]).name == "quickstart"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -50,6 +51,7 @@ def test_a_typo_in_a_users_file_names_file_and_key(overlay: Path, text: str, mes
         load_config(TrainJob, ["experiment=my_own_shop", f"--config-dir={overlay}"])
 
 
+@pytest.mark.long
 def test_an_experiment_takes_another_model_without_the_keys_that_this_one_lacks(overlay: Path) -> None:
     job = load_config(TrainJob, [QUICKSTART, "model=wide_deep"])
     assert (job.model.kind, job.name, job.trainer.global_batch_size) == ("wide_deep", "quickstart", 2048)

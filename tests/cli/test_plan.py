@@ -78,6 +78,7 @@ def test_the_step_is_predicted_beside_the_plan_and_drawn_on_its_page(planned: Pl
     assert "The step, predicted" in page and "timeline of one step" in page
 
 
+@pytest.mark.long
 def test_hardware_that_does_not_say_its_peak_is_planned_for_without_a_prediction(job: PlanJob) -> None:
     job = replace(job, brief=True, hardware=replace(job.hardware, tflops_fp32=None))
     assert mentions(plan(job).forecast, "not predicted tflops_fp32 planner.predict_step=false")
@@ -145,6 +146,7 @@ def test_the_next_command_has_no_key_that_training_does_not_know() -> None:
     assert overrides and not own & {word.split("=")[0] for word in train_command(summary, overrides).split()}
 
 
+@pytest.mark.long
 def test_a_plan_is_made_without_the_data_where_tables_say_their_rows(
     job: PlanJob, planned: PlanSummary, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -198,6 +200,7 @@ def test_without_the_data_what_only_the_data_can_tell_is_asked_for(job: PlanJob)
         plan(job)
 
 
+@pytest.mark.long
 def test_a_plan_is_checked_against_a_job(job: PlanJob) -> None:
     job.hardware = preset("h100_80gb", hbm_cap_gb=4.0)
     plan(job)
@@ -211,6 +214,7 @@ def test_a_plan_is_checked_against_a_job(job: PlanJob) -> None:
     assert line.startswith("it puts ") and "GiB left without the dense part" in line
 
 
+@pytest.mark.long
 def test_plan_files_are_shown_and_compared_without_torch(
     plan_files: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -67,6 +67,7 @@ def test_keys_of_another_release_are_dropped_if_they_are_off_and_named_if_not(
         job_from_yaml(TrainJob, yaml.safe_dump(values))
 
 
+@pytest.mark.long
 def test_what_an_earlier_release_saved_as_deepfm_is_torchrecs_model() -> None:
     job = load_config(TrainJob, ["data=quickstart", "model=simple_deepfm", "model.deep_fm_dimension=32"])
     earlier = job_to_yaml(job).replace("kind: simple_deepfm", "kind: deepfm")

@@ -65,6 +65,7 @@ ROLES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
 def test_each_column_gets_its_role_and_what_tells_the_label_is_left_out(tmp_path: Path, delimiter: str) -> None:
     found = profile(_write(tmp_path / "rows.csv", delimiter), None, 10_000)
@@ -180,6 +181,7 @@ def test_a_label_whose_meaning_is_not_known_is_asked_for(
         inspect(load_config(InspectJob, [f"source={source}", f"output={tmp_path}/c.yaml", *words]))
 
 
+@pytest.mark.long
 def test_histories_groups_and_columns_that_prepare_refuses_are_found(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     products = [f"p{each}" for each in draw.integers(0, 60, NUM_ROWS)]
@@ -214,6 +216,7 @@ def test_histories_groups_and_columns_that_prepare_refuses_are_found(tmp_path: P
     assert "UUID" in why["id"][1] and "vector of 4" in why["v"][1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "values", "role", "why", "config"),
     [
@@ -322,6 +325,7 @@ def test_histories_of_equal_lengths_are_beside_each_other(tmp_path: Path) -> Non
     _prepare(tmp_path, proposal.config, source)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("delimiter", "value", "encoding", "config"),
     [

@@ -279,6 +279,7 @@ def test_labels_of_another_preparation_are_refused(folder: Path) -> None:
         )
 
 
+@pytest.mark.long
 def test_metrics_to_go_by_are_named_by_label_the_main_one_first(tmp_path: Path) -> None:
     words = ["experiment=conversions_mmoe", f"run_dir={tmp_path}"]
     job = load_config(TrainJob, words)

@@ -64,6 +64,7 @@ def test_draws_are_uniform_and_places_independent() -> None:
     assert np.abs(correlations).max() < 5 / np.sqrt(50_000)
 
 
+@pytest.mark.long
 def test_the_reader_hands_out_fixed_size_bags_in_feature_order(tmp_path: Path) -> None:
     dataset = write_dataset(tmp_path, [[32, 32]])
     sizes = {"bucket": 5, "last": 2}

@@ -84,6 +84,7 @@ def test_rows_and_ids_equal_those_worked_out_in_plain_python(tmp_path: Path, sma
     assert not Path(f"{tmp_path}/ds.staging").exists()
 
 
+@pytest.mark.long
 def test_blocks_threads_and_compression_leave_no_trace_in_the_data_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

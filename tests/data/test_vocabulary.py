@@ -36,6 +36,7 @@ def plain_hash(value: str, size: int, seed: int) -> int:
     return mix(state ^ len(data)) % (size - 1) + 1
 
 
+@pytest.mark.long
 @given(st.lists(st.one_of(st.none(), st.text(max_size=40)), max_size=30), st.integers(2, 2**31 - 1), st.integers(0, 99))
 @examples(100)
 def test_hashed_ids_equal_the_definition_one_value_at_a_time(values: list[str | None], size: int, seed: int) -> None:

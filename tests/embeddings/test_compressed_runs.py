@@ -119,6 +119,7 @@ def test_an_artifact_scores_as_the_trainer_evaluates_on_another_number_of_ranks(
         predictor.score_batch(batch.dense_features, batch.sparse_features)
 
 
+@pytest.mark.long
 def test_a_run_does_not_go_on_with_another_hash(ranks: RankPool, run: Path, prepared_clicks: str) -> None:
     changed = words(prepared_clicks, run, "trainer.max_steps=8", "tables.cat_25.compression.seed=1")
     for problem in ranks.run(2, _train, changed):

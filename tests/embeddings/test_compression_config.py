@@ -171,6 +171,7 @@ def test_a_model_of_tensor_trains_alone_is_refused(tmp_path: Path) -> None:
         validate_job(job_of(tmp_path, *words), 2)
 
 
+@pytest.mark.long
 def test_a_bad_compression_stops_a_job_before_torch_is_there(tmp_path: Path) -> None:
     job_of(tmp_path)
     words = ["experiment=quickstart", f"data.path={tmp_path}", "tables.item.compression.kind=hash"]

@@ -101,6 +101,7 @@ def artifact(run: Path, tmp_path_factory: pytest.TempPathFactory) -> ExportSumma
     return run_export(run, tmp_path_factory.mktemp("exported") / "artifact", "precision=fp32")
 
 
+@pytest.mark.long
 def test_an_artifact_scores_as_the_trainer_evaluates(ranks: RankPool, run: Path, artifact: ExportSummary) -> None:
     metrics = ranks.run(1, _evaluate, str(run))[0]
     served = artifact.parity["validation"]

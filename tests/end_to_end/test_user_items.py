@@ -67,6 +67,7 @@ def test_retrieval_trains_alike_on_one_rank_and_two(
     assert alone.validation == pytest.approx(retriever.validation, abs=1e-2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("experiment", ["user_item_mf", "user_item_ncf", "user_item_fm", "user_item_two_tower"])
 def test_every_model_plans_and_only_for_the_tables_that_it_reads(data: str, tmp_path: Path, experiment: str) -> None:
     words = [f"experiment={experiment}", "hardware=h100_80gb", "world_size=8", f"data.path={data}"]

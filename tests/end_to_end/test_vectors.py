@@ -124,6 +124,7 @@ def test_bad_vectors_go_to_the_quarantine_and_empty_ones_are_missing(tmp_path: P
     assert mentions(error.value, "emb[0]")
 
 
+@pytest.mark.long
 def test_a_pattern_names_dense_columns_that_have_no_other_role(ranks: RankPool, tmp_path: Path) -> None:
     """The pattern is resolved once: the run, and what it reads, have names."""
     source = tmp_path / "rows.csv"
@@ -153,6 +154,7 @@ def test_a_pattern_names_dense_columns_that_have_no_other_role(ranks: RankPool, 
     assert mentions(error.value, "emb_*")
 
 
+@pytest.mark.long
 def test_a_planted_signal_is_learnt_and_requests_score_as_prepared_rows(
     ranks: RankPool, planted: tuple[pa.Table, float], tmp_path: Path
 ) -> None:

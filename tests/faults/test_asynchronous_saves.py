@@ -84,6 +84,7 @@ def test_saves_slower_than_their_interval_wait_for_each_other_and_all_are_exact(
     )
 
 
+@pytest.mark.long
 def test_an_asynchronous_step_is_bitwise_the_synchronous_one(ranks: RankPool, tmp_path: Path) -> None:
     for name, asynchronous in (("beside", True), ("before", False)):
         ranks.run(2, save_steps, str(tmp_path / name), [1, 2, 3], {"asynchronous": asynchronous})

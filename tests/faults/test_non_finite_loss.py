@@ -173,6 +173,7 @@ def _states_around_a_rollback(rank: int, folder: str) -> dict[tuple[str, int], s
     return _Recorded.digests
 
 
+@pytest.mark.long
 def test_the_state_after_going_back_equals_the_committed_one_bit_for_bit(ranks: RankPool, tmp_path: Path) -> None:
     for digests in ranks.run(2, _states_around_a_rollback, str(tmp_path)):
         assert digests["restored", 4] == digests["saved", 4] != digests["saved", 7]

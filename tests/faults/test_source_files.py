@@ -120,6 +120,7 @@ def test_broken_files_are_named(tmp_path: Path, fault: FaultRecorder) -> None:
     fault(19, f"{len(BROKEN)} kinds of broken source files: each named, no data set left behind", count=len(BROKEN))
 
 
+@pytest.mark.long
 def test_flipped_bytes_of_a_parquet_source_end_in_a_named_error_or_sound_rows(
     tmp_path: Path, fault: FaultRecorder
 ) -> None:
@@ -174,6 +175,7 @@ def test_a_full_disk_ends_in_one_line_and_a_second_run_finishes(tmp_path: Path, 
     )
 
 
+@pytest.mark.long
 def test_a_path_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "train.txt", random_lines(50))
     command = _prepare_command(source, f"{source}/ds")

@@ -39,6 +39,7 @@ def two_nodes(tmp_path: Path) -> str:
     return str(tmp_path / "chain.yaml")
 
 
+@pytest.mark.long
 def test_slurm_gets_each_stage_once_those_before_have_ended_well(two_nodes: str, tmp_path: Path) -> None:
     script = render_chain(["slurm", two_nodes, "--partition", "gpu", "--no-requeue"])
     fake = tmp_path / "bin" / "sbatch"

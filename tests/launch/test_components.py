@@ -218,6 +218,7 @@ def test_a_typo_in_what_is_rendered_for_is_answered(
     assert mentions(capsys.readouterr().err, "error: slrum 'slurm' torchrun chain")
 
 
+@pytest.mark.long
 def test_a_job_is_composed_and_validated_without_torch(data: str) -> None:
     code = (
         "import contextlib, io, json, os, sys\n"

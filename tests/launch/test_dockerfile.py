@@ -90,6 +90,7 @@ def _with_dependencies(requirements: list[Requirement]) -> set[str]:
     return found
 
 
+@pytest.mark.long
 def test_each_image_has_what_its_verbs_import(tmp_path: Path) -> None:
     """The images had no uvicorn, so a server crash-looped; the GPU one had no numba."""
     graph = grimp.build_graph("pipeline", "launch", include_external_packages=True)

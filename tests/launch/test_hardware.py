@@ -42,6 +42,7 @@ def _refused(capsys: pytest.CaptureFixture[str], target: str, *flags: str, words
     return error
 
 
+@pytest.mark.long
 def test_ranks_without_hardware_are_refused_wherever_a_cluster_is_asked(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -80,6 +81,7 @@ def test_torchx_refuses_ranks_without_hardware(scheduler: ModuleType) -> None:
     assert re.search(r"gpus-per-node=8|nvidia.com/gpu: \"8\"", submit("--gpu", "8"))
 
 
+@pytest.mark.long
 def test_one_flag_says_the_hardware_and_the_rest_follows() -> None:
     shape, script = _slurm("-j", "2x8", "--h", "h100_80gb_x8")
     assert (shape["gpus-per-node"], shape["cpus-per-task"], shape["mem"]) == ("8", "90", "1642000M")

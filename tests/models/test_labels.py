@@ -274,6 +274,7 @@ def _steps(rank: int, kind: str) -> list[torch.Tensor]:
     return [weight.detach().clone() for name, weight in sorted(model.named_parameters()) if "embedding" not in name]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["ple", "dbmtl", "pepnet"])
 def test_a_step_is_the_same_on_one_rank_and_two_with_learnt_weights(ranks: RankPool, kind: str) -> None:
     (one,), (two, _) = ranks.run(1, _steps, kind), ranks.run(2, _steps, kind)

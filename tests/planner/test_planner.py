@@ -59,6 +59,7 @@ def test_kaggle_on_two_cpu_ranks() -> None:
     assert "26" not in summarize(record).split(":")[0] and "2 rank(s) of cpu" in summarize(record)
 
 
+@pytest.mark.long
 def test_dlrmv2_on_sixteen_h100_from_a_machine_without_gpu() -> None:
     tables = make_tables(DLRMV2_ROWS, 128, DLRMV2_SIZES)
     asked = request(tables, on("h100_80gb", 16), batch_size=4096)
@@ -113,6 +114,7 @@ def test_memory_kept_free_and_the_dense_part_lower_what_tables_may_take() -> Non
         make_plan(CONFIG, request(tables, on("cpu", 1, ddr_cap_gb=0.025), model=model))
 
 
+@pytest.mark.long
 def test_tables_that_fit_nowhere_are_named_with_sizes_and_ways_out() -> None:
     tables = make_tables(sorted(DLRMV2_ROWS, reverse=True)[:8], 128)
     with pytest.raises(PlanError) as caught:

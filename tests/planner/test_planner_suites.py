@@ -123,6 +123,7 @@ def test_options_are_judged_as_the_planner_judges_its_own_plan() -> None:
     assert judged.plan_hash == by_kind("torchrec", build_request(suite, 8), reserve(None), 60.0).plan_hash
 
 
+@pytest.mark.long
 def test_a_small_run_prints_and_appends_a_row_a_planner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plans.jsonl"
     words = ["--suites", "rmc1", "--planners", "torchrec", "torchrec_end", "size", "random", "--output", str(path)]

@@ -174,6 +174,7 @@ def test_options_left_out_never_hold_the_optimum() -> None:
             assert best_by_brute_force(narrow(problem, kept), objective) == pytest.approx(whole)
 
 
+@pytest.mark.long
 @examples(40)
 @given(
     seed=st.integers(0, 10**6),

@@ -184,6 +184,7 @@ def _losses(rank: int, config: PlannerConfig, kinds: list[str]) -> tuple[list[fl
     return losses, [(choice.name, choice.sharding_type, choice.ranks) for choice in record.tables]
 
 
+@pytest.mark.long
 def test_training_on_a_searched_plan_gives_the_losses_of_torchrecs(ranks: RankPool) -> None:
     """Left alone both find the same plan for tables so small, so TorchRec's is kept to another sharding type."""
     searched = ranks.run(2, _losses, SEARCH, [])

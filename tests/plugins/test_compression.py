@@ -45,6 +45,7 @@ def test_ids_share_the_rows_that_the_kind_says() -> None:
     assert split["t_many__modulo"].lengths().tolist() == [2, 0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("word", "message"),
     [

@@ -45,6 +45,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         del sys.modules[name]
 
 
+@pytest.mark.long
 def test_a_plugins_model_is_an_option_without_a_file(plugin: str) -> None:
     with pytest.raises(ConfigError, match="model=shop: there is no such option"):
         load_config(TrainJob, [*QUICKSTART, "model=shop"])

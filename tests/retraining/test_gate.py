@@ -31,6 +31,7 @@ def _scores(noise: float = 0.0, shift: float = 0.0, seed: int = 1) -> Scores:
     return Scores(noisy.astype(np.float32), labels, {"slot": np.arange(ROWS) % 4})
 
 
+@pytest.mark.long
 def test_the_same_model_is_promoted_and_a_worse_one_is_not() -> None:
     champion = _scores(noise=0.3)
     assert judge(champion, champion, GateConfig()).passed
@@ -60,6 +61,7 @@ def test_scores_that_are_off_or_not_finite_are_refused() -> None:
     assert judge(broken, champion, GateConfig()).reasons == ["1 of 40,000 scores are not finite"]
 
 
+@pytest.mark.long
 def test_a_slice_may_not_get_worse_though_the_whole_gets_better() -> None:
     champion, better = _scores(noise=0.6), _scores(noise=0.1, seed=2)
     worse = _scores(noise=1.5, seed=3)

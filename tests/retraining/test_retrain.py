@@ -54,6 +54,7 @@ def test_of_two_ticks_at_once_one_works_and_the_other_says_so(tmp_path: Path, he
     )
 
 
+@pytest.mark.long
 def test_a_tick_without_work_is_quick_ends_with_0_and_loads_no_torch(tmp_path: Path) -> None:
     _partition(tmp_path, "dt=2026-11-01", whole=True)
     code = (

@@ -67,6 +67,7 @@ def test_the_launch_ends_as_its_ranks_do(tmp_path: Path, codes: str, expected: i
     assert said or err == "" or "it left no message" in err
 
 
+@pytest.mark.long
 def test_a_rank_told_to_end_because_another_died_does_not_make_it_a_requeue(tmp_path: Path) -> None:
     codes = "preemption.listen(); os.kill(os.getpid(), 9) if rank == 1 and not time.sleep(1) else time.sleep(30)"
     process = _launch(tmp_path, codes, max_restarts=0)

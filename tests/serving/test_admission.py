@@ -90,6 +90,7 @@ def _ask(port: int, address: str, path: str = "/docs") -> tuple[int, httpx.Heade
         return answer.status_code, answer.headers
 
 
+@pytest.mark.long
 def test_one_client_neither_takes_all_connections_nor_asks_more_often_than_it_may(tmp_path: Path) -> None:
     words = ["limits.connections=12", "limits.client_connections=8", "limits.client_requests_per_s=0.001"]
     with server_of(write_artifact(tmp_path, "v1"), *words) as server:

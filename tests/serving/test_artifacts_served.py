@@ -65,6 +65,7 @@ def raw_rows(clicks: Path, count: int) -> pa.Table:
     return pa.table(table)
 
 
+@pytest.mark.long
 def test_predicted_files_hold_the_scores_of_the_predictor(artifact: str, clicks: Path, tmp_path: Path) -> None:
     source, output = tmp_path / "rows.tsv", tmp_path / "scores.parquet"
     source.write_text("".join(clicks.read_text().splitlines(keepends=True)[:1000]))

@@ -65,6 +65,7 @@ def test_scoring_foreign_rows_is_not_silent(
     assert predict(job).row_zero == shares["foreign"][0]  # nothing to do: as the report says
 
 
+@pytest.mark.long
 def test_a_server_counts_unknown_values(small_artifact: ExportSummary) -> None:
     predictor = Predictor.load(small_artifact.artifact)
     names = predictor.columns.sparse

@@ -89,6 +89,7 @@ def encoder_of(lists: list[list[str]], room: int) -> RowEncoder:
         return RowEncoder(schema, {name: index_values([(1, values)]) for name, values in tables.items()})
 
 
+@pytest.mark.long
 @examples(150)
 @given(vocabularies, st.sampled_from([2, 1000]), st.data())
 def test_rows_by_the_short_way_are_rows_by_prepares(lists: list[list[str]], room: int, data: Any) -> None:

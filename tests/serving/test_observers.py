@@ -24,6 +24,7 @@ from tests.serving.test_switching import wait_until
 PLUGIN = "plugins=[tests.plugins.sample_plugin]"
 
 
+@pytest.mark.long
 def test_an_observer_sees_what_was_answered_and_ends_with_the_server(tmp_path: Path) -> None:
     lines = tmp_path / "lines"
     with server_of(write_artifact(tmp_path, "v1"), PLUGIN, f"observers.line_for_each.path={lines}") as server:

@@ -44,6 +44,7 @@ WRONG = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_with_a_request_is_said_with_its_place(server: Server, name: str) -> None:
     status, body, message = WRONG[name]
@@ -149,6 +150,7 @@ def test_many_idle_connections_do_not_keep_others_out(server: Server) -> None:
             client.close()
 
 
+@pytest.mark.long
 def test_a_connection_too_many_is_told_so_and_the_others_go_on(tmp_path: Path) -> None:
     with server_of(write_artifact(tmp_path, "v1"), "limits.connections=3") as server:
         assert post(server, [ROW]).status_code == 200  # on a connection that stays open

@@ -25,6 +25,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.long
 def test_json_rows_are_scored_in_their_order(server: Server) -> None:
     rows = [{**ROW, "age": age} for age in range(50)] + [{}, {"city": 7}, {"tags": [1, "y"], "price": None}]
     answer = post(server, rows)
@@ -124,6 +125,7 @@ def test_metrics_count_what_was_done(server: Server) -> None:
     assert server.metric('artifact{version="v1"}') == 1 and server.metric("queue_rows") == 0
 
 
+@pytest.mark.long
 def test_requests_that_arrive_together_are_scored_together_and_too_many_are_put_off(tmp_path: Path) -> None:
     artifact = write_artifact(tmp_path, "v1", delay_s=0.05)
     options = ["batching.max_rows=64", "batching.queue_rows=64", "batching.latency_budget_ms=60000"]
@@ -139,6 +141,7 @@ def test_requests_that_arrive_together_are_scored_together_and_too_many_are_put_
         assert server.metric("overloads_total") == len(by_status[503])
 
 
+@pytest.mark.long
 def test_what_keeps_a_server_from_starting_is_one_line(tmp_path: Path, server: Server) -> None:
     good = write_artifact(tmp_path / "good", "v1")
     cases = {

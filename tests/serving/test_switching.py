@@ -78,6 +78,7 @@ def test_a_bad_artifact_is_refused_and_the_one_before_goes_on(tmp_path: Path) ->
     assert load.failures == [] and set(load.versions) <= {"v1", "v3"}
 
 
+@pytest.mark.long
 def test_a_folder_that_is_replaced_is_taken_up(tmp_path: Path) -> None:
     artifact = write_artifact(tmp_path / "artifact", "v1")
     with server_of(artifact, PATIENT) as server, stand_in_load(server.url, 2) as load:
@@ -103,6 +104,7 @@ def test_the_end_answers_what_is_under_way(tmp_path: Path, number: signal.Signal
             post(server, [ROW])
 
 
+@pytest.mark.long
 def test_readiness_ends_before_the_server_does(tmp_path: Path) -> None:
     with server_of(write_artifact(tmp_path, "v1"), "server.shutdown_delay_s=8") as server:
         server.process.send_signal(signal.SIGTERM)

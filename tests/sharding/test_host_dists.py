@@ -61,6 +61,7 @@ def _dists(rank: int, comms: CommsConfig) -> list[tuple[str, bool]]:
     ]
 
 
+@pytest.mark.long
 def test_what_is_summed_or_quantized_stays_with_gloo(ranks: RankPool) -> None:
     through_memory = dict(ranks.run(2, _dists, CommsConfig())[0])
     assert {kind for kind, here in through_memory.items() if here} == {

@@ -117,6 +117,7 @@ def first_weights(rank: int, kinds: list[str], seed: int) -> dict[str, torch.Ten
     return full_weights(model)
 
 
+@pytest.mark.long
 def test_first_weights_depend_on_the_seed_and_not_on_plan_or_world_size(ranks: RankPool) -> None:
     by_table = ranks.run(2, first_weights, ["table_wise", "table_wise", "table_wise"], 5)[0]
     by_row = ranks.run(2, first_weights, ["row_wise", "column_wise", "data_parallel"], 5)[1]

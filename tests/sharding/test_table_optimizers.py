@@ -138,6 +138,7 @@ def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks_used", [1, 2])
 @pytest.mark.parametrize(
     ("config", "make"),

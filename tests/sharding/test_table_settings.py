@@ -102,6 +102,7 @@ def expected(sparse: SparseOptimizerConfig) -> dict[str, torch.Tensor]:
     return {key: value.detach().clone() for key, value in model.state_dict().items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks_used", [1, 2])
 def test_each_table_trains_by_its_own_settings(ranks: RankPool, ranks_used: int) -> None:
     sparse = SparseOptimizerConfig("sgd", lr=LR, weight_decay=0.02)
@@ -114,6 +115,7 @@ def test_each_table_trains_by_its_own_settings(ranks: RankPool, ranks_used: int)
         assert float((same[key] - wanted[key]).abs().max()) > 1e-4, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fast", [True, False])
 def test_frozen_rows_are_unchanged_to_the_bit_and_have_no_state(ranks: RankPool, fast: bool) -> None:
     """An update by a rate of 0 would change -0.0 to 0.0. The last gradients are huge."""

@@ -61,6 +61,7 @@ def test_the_best_step_is_saved_and_named_by_the_last_lines(trained: TrainSummar
     assert mentions(train_summary.describe(trained), f"{best} {trained.step} auc")
 
 
+@pytest.mark.long
 def test_evaluate_and_export_take_the_best_step_unless_they_are_told(ranks: RankPool, trained: TrainSummary) -> None:
     run = f"run={trained.run_dir}"
     words = [run, "split=validation", "max_batches=4"]
@@ -75,6 +76,7 @@ def test_evaluate_and_export_take_the_best_step_unless_they_are_told(ranks: Rank
     assert [(source.step, source.best_by) for source in found.values()] == [(best.step, "auc"), (last.step, "")]
 
 
+@pytest.mark.long
 def test_a_run_of_gpus_is_evaluated_on_a_host_without(ranks: RankPool, trained: TrainSummary, tmp_path: Path) -> None:
     run = shutil.copytree(trained.run_dir, tmp_path / "run")
     config = OmegaConf.load(run / "config.yaml")

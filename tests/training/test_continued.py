@@ -68,6 +68,7 @@ def finished(ranks: RankPool, prepared_clicks: str, tmp_path_factory: pytest.Tem
     return run_dir
 
 
+@pytest.mark.long
 def test_a_finished_run_refuses_other_rates_and_nothing_of_it_changes(
     ranks: RankPool, prepared_clicks: str, finished: Path
 ) -> None:

@@ -179,6 +179,7 @@ def _saves_by_the_clock(rank: int, folder: str) -> int:
     return run_training(rank, folder, config, checkpoint, DrawnReader(rank, 2), clock=CLOCK)[1].step
 
 
+@pytest.mark.long
 def test_minutes_that_pass_on_rank_0_save_the_same_steps_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     """Step 4 begins in minute 3; what it saves starts the minutes anew."""
     assert ranks.run(2, _saves_by_the_clock, str(tmp_path)) == [12, 12]
@@ -209,6 +210,7 @@ def _counted(rank: int, folder: str, max_steps: int) -> int:
     return run_training(rank, folder, config, by_steps(0), DrawnReader(rank, 2))[1].step
 
 
+@pytest.mark.long
 def test_a_registered_hook_runs_logs_saves_and_is_restored(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, _counted, str(tmp_path), 5)
     ranks.run(2, _counted, str(tmp_path), 12)
@@ -233,6 +235,7 @@ def _watched(rank: int, folder: str, port: int | None) -> list[dict[str, float]]
     return Watching.seen
 
 
+@pytest.mark.long
 def test_every_rank_is_measured_where_prometheus_asks(ranks: RankPool, tmp_path: Path) -> None:
     first, second = ranks.run(2, _watched, str(tmp_path / "watched"), 0)
     assert first == second and len(first) == 2  # rank 0 serves the numbers of both
@@ -265,6 +268,7 @@ def _rolls_back(rank: int, folder: str) -> int:
     return run_training(rank, folder, config, by_steps(4), reader)[1].step
 
 
+@pytest.mark.long
 def test_samples_per_second_stay_above_zero_after_a_rollback(ranks: RankPool, tmp_path: Path) -> None:
     """Line 6 comes after steps 7 and 8 went back to step 4: -2 steps, it said, and so -2 batches in the time."""
     assert ranks.run(2, _rolls_back, str(tmp_path)) == [7, 7]

@@ -96,6 +96,7 @@ def test_an_evaluation_that_cannot_be_dealt_to_its_ranks_is_refused(data: str, t
         validate_evaluation(job, trained, 3)
 
 
+@pytest.mark.long
 def test_composing_and_validating_needs_no_torch(data: str) -> None:
     """Prints how long it takes; the target is under a second on a laptop."""
     code = (

@@ -91,6 +91,7 @@ def _train_and_evaluate(rank: int, overrides: list[str], run: str) -> tuple[Trai
     return summary, evaluate(load_config(EvaluateJob, [f"run={run}", "split=validation"]))
 
 
+@pytest.mark.long
 def test_measures_of_one_kind_of_label_are_null_with_the_reason_and_nothing_is_exported(
     ranks: RankPool, one_class: str, tmp_path: Path
 ) -> None:

@@ -262,6 +262,7 @@ def test_features_in_another_order_give_the_same_metrics(
         ranks.run(1, evaluate_on_rank, words)
 
 
+@pytest.mark.long
 def test_any_step_and_split_can_be_evaluated(ranks: RankPool, trained: TrainSummary) -> None:
     early = ranks.run(2, evaluate_on_rank, [f"run={trained.run_dir}", "step=40", "split=test"])[0]
     late = ranks.run(2, evaluate_on_rank, [f"run={trained.run_dir}", "split=test"])[0]
@@ -404,6 +405,7 @@ def _warnings_of_a_shared_table(rank: int, overrides: list[str]) -> list[str]:
     return messages
 
 
+@pytest.mark.long
 def test_features_with_vocabularies_of_their_own_in_one_table_are_warned_of(
     ranks: RankPool, prepared_clicks: str, tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ def _heard(rank: int, speaker: int, flag: str) -> tuple[bool, bool, bool]:
     return sync.stop_agreed, sync.input_failure_agreed, sync.save_agreed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flag", ["stop_wanted", "input_failed", "save_wanted"])
 def test_what_one_rank_wants_is_heard_by_all_at_the_same_step(ranks: RankPool, flag: str) -> None:
     expected = tuple(name == flag for name in ("stop_wanted", "input_failed", "save_wanted"))

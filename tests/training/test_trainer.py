@@ -61,6 +61,7 @@ def plain(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(ranks.run(2, fit_drawn, 2, str(tmp_path_factory.mktemp("plain")))[0][0])
 
 
+@pytest.mark.long
 def test_profiled_steps_are_recorded_on_every_rank_and_change_no_weight(
     ranks: RankPool, plain: str, tmp_path: Path
 ) -> None:
@@ -106,6 +107,7 @@ def test_a_run_by_adam_that_is_cut_in_two_ends_bit_for_bit_alike(ranks: RankPool
     assert (cut, result.step) == (whole, 6)
 
 
+@pytest.mark.long
 def test_accumulated_micro_batches_update_dense_layers_as_one_batch(ranks: RankPool, tmp_path: Path) -> None:
     """With SGD the tables agree too, up to the order of sums, as long as rates are small."""
     optimizers = OptimizerConfig(SparseOptimizerConfig("sgd", lr=1e-6), DenseOptimizerConfig("sgd", lr=0.1))
@@ -180,6 +182,7 @@ def test_early_stop_counts_evaluations_without_improvement() -> None:
     assert not any(_stops_at(EarlyStopConfig(), [1.0, 2.0, 3.0]))  # patience 0 never stops
 
 
+@pytest.mark.long
 def test_a_run_that_stops_early_saves_and_says_so(ranks: RankPool, tmp_path: Path) -> None:
     config = replace(CONFIG, evaluate_every_steps=2, early_stop=EarlyStopConfig(patience=1, min_delta=10.0))
     _, result = ranks.run(2, fit_drawn, 2, str(tmp_path), config)[0]

@@ -170,6 +170,7 @@ def _go_on(rank: int, folder: str, is_packed: bool = False) -> tuple[dict[int, s
     return digests, same
 
 
+@pytest.mark.long
 def test_a_resumed_run_adds_to_the_chain_and_a_failed_save_loses_no_row(
     ranks: RankPool, chain: tuple[str, dict[int, str]], tmp_path: Path
 ) -> None:

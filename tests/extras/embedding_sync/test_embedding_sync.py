@@ -115,6 +115,7 @@ def _whole(state: dict[str, object]) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.long
 def test_averaging_at_every_step_equals_the_global_batch(ranks: RankPool) -> None:
     weights, losses, apart = ranks.run(4, _trained, "sgd", "every_1_steps", local_world_size=2)[0]
     expected, expected_losses, moved = train_unsharded(TINY, _optimizers("sgd"))
@@ -130,6 +131,7 @@ def test_replicas_are_apart_until_they_are_averaged_state_included(ranks: RankPo
     assert answers[0][2][2] == 0.0  # bit for bit
 
 
+@pytest.mark.long
 def test_never_averaged_tables_go_their_own_way_and_dense_layers_do_not(ranks: RankPool) -> None:
     answers = ranks.run(4, _trained, "rowwise_adagrad", "never", local_world_size=2)
     one, other = answers[0][0], answers[2][0]

@@ -118,6 +118,7 @@ def evictions(rank: int, kind: str, policy: str) -> dict[str, Any]:
     return {"renewed": renewed, "changed": changed, "had_state": sum(had_state)}
 
 
+@pytest.mark.long
 def test_an_evicted_row_is_initialized_anew_and_has_no_optimizer_state(ranks: RankPool) -> None:
     for world_size, kind, policy in ((2, "row_wise", "lfu"), (2, "row_wise", "lru"), (1, "table_wise", "distance_lfu")):
         found = ranks.run(world_size, evictions, kind, policy)
@@ -169,11 +170,13 @@ def resumed(rank: int, folder: str, kinds: tuple[str, str]) -> tuple[list[float]
     return losses, again, exact if kinds[0] == kinds[1] else close
 
 
+@pytest.mark.long
 def test_a_resumed_run_goes_on_bit_by_bit_history_and_all(ranks: RankPool, tmp_path: Path) -> None:
     for losses, again, same in ranks.run(2, resumed, str(tmp_path / "same"), ("row_wise", "row_wise")):
         assert losses == again and same
 
 
+@pytest.mark.long
 def test_another_plan_takes_rows_and_maps_along(ranks: RankPool, tmp_path: Path) -> None:
     for losses, again, same in ranks.run(2, resumed, str(tmp_path / "other"), ("row_wise", "table_wise")):
         assert again == pytest.approx(losses, abs=1e-5) and same

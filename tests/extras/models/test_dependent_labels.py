@@ -80,6 +80,7 @@ class _RarelyKnown(Rows):
         return replace(batch, sample_weights=torch.stack([torch.ones(len(known)), known], dim=1))
 
 
+@pytest.mark.long
 def test_a_rare_label_is_learnt_better_from_the_label_that_it_depends_on() -> None:
     """Both logits are one wave of two dense features; an id turns the sign of the second."""
     random = np.random.default_rng(0)

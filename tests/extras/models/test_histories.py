@@ -162,6 +162,7 @@ def _dice_on_ranks(rank: int, counts: list[int]) -> tuple[torch.Tensor, torch.Te
     return out.detach(), own.grad, dice.norm.running_var
 
 
+@pytest.mark.long
 def test_dice_is_over_the_ids_of_all_ranks_even_where_one_has_none(ranks: RankPool) -> None:
     for counts in ([5, 9], [14, 0], [1, 0]):
         parts = ranks.run(2, _dice_on_ranks, counts)

@@ -113,6 +113,7 @@ def measured_on_rank(rank: int, paired_rows: int) -> dict[str, float]:
     return named.compute()
 
 
+@pytest.mark.long
 def test_any_number_of_ranks_measures_the_same(ranks: RankPool) -> None:
     one, two, three = (ranks.run(size, measured_on_rank, 1 << 20) for size in (1, 2, 3))
     names = {"click/gauc", "click/segmented_ne", "click/xauc", "seconds/xauc", "click/recalibrated_ne"}

@@ -72,6 +72,7 @@ def evaluated(ranks: RankPool, folder: Path, size: int, *words: str) -> tuple[di
     return json.loads(Path(summary.path.replace(".json", ".policy.json")).read_text()), "\n".join(summary.details)
 
 
+@pytest.mark.long
 def test_estimates_equal_their_formulas_and_the_known_value_of_the_best_items(ranks: RankPool, folder: Path) -> None:
     clicks, propensity, is_best = log_rows(0)[1][ROWS // 2 :].T
     found, text = evaluated(ranks, folder, 1, "policy={kind: greedy, action: [item, kind]}")

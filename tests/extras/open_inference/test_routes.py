@@ -37,6 +37,7 @@ def infer(server: Server, *inputs: dict[str, Any], path: str = "/v2/models/model
     return server.client.post(f"{server.url}{path}", json={"inputs": inputs, **more})
 
 
+@pytest.mark.long
 def test_inputs_are_scored_as_rows(server: Server) -> None:
     answer = infer(server, PRICE, CITY, DEVICE, TAGS, id="7", outputs=[{"name": "score"}]).json()
     wanted = {"name": "score", "shape": [2], "datatype": "FP32", "data": [score_of(row, "v1") for row in ROWS]}

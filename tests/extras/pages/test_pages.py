@@ -132,6 +132,7 @@ SCREENS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("width", "scheme"), SCREENS)
 def test_every_page_fits_the_screen_and_has_no_accessibility_fault(
     pages: dict[str, str], tmp_path: Path, width: int, scheme: str

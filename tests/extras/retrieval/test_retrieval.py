@@ -141,6 +141,7 @@ def _ask(server: Server, **body: Any) -> httpx.Response:
     return server.client.post(f"{server.url}/retrieve", json=body)
 
 
+@pytest.mark.long
 def test_items_come_back_by_their_raw_values_and_filters_hold(server: Server, raw: list[dict[str, str]]) -> None:
     rows = [{name: row[name] for name in USER} for row in raw[:5]]
     answer = _ask(server, rows=rows, k=9).json()

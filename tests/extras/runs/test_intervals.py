@@ -57,6 +57,7 @@ def test_of_40_pairs_of_equal_variants_at_most_two_are_called_different() -> Non
             assert sum(_is_called(models, metric, same_seeds) for models in pairs) <= 2
 
 
+@pytest.mark.long
 def test_a_planted_difference_of_two_thousandths_of_ne_is_found() -> None:
     draw = np.random.default_rng(1)
     worse, planted = 0.15, []

@@ -80,6 +80,7 @@ def test_planted_probabilities_are_found_and_auc_stays_to_the_bit(kind: str, ben
     assert _is_increasing(curves, logits)
 
 
+@pytest.mark.long
 def test_each_value_of_a_column_gets_its_own_curve_and_keeps_its_order() -> None:
     truth, labels, logits, groups = _planted(lambda true: true)
     shifted = logits + np.array([-1.0, 0.5, 2.0])[groups]
@@ -185,6 +186,7 @@ def _scored(predictor: Predictor, job: TrainJob, num_rows: int) -> tuple[Floats,
     return scores, labels
 
 
+@pytest.mark.long
 def test_the_certificate_has_the_error_before_and_after_on_rows_that_did_not_fit_it(
     small_run: Path, small_artifact: ExportSummary, rows: pa.Table, tmp_path: Path
 ) -> None:

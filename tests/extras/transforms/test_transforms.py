@@ -185,6 +185,7 @@ ROWS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.long
 @examples(25)
 @given(st.lists(ROWS, min_size=5, max_size=40, unique_by=lambda row: row["seconds"]))
 def test_raw_rows_are_served_as_they_were_prepared(
