@@ -21,7 +21,7 @@ from scipy.special import logit
 from scipy.stats import norm
 
 from pipeline.extras.canary.config import CanaryJob
-from pipeline.extras.canary.pair_log import SCHEMA
+from pipeline.extras.canary.pair_log import read_pairs
 from pipeline.extras.canary.pointer import CanaryFile
 from pipeline.extras.runs.slices import measure
 from pipeline.retraining.gate import Finding, Scores, judge, upper_bound_of_ratio
@@ -88,14 +88,10 @@ def artifact_version(version: Version) -> str:
 def labelled_rows(job: CanaryJob, champion: str, challenger: str, since: float) -> pa.Table:
     """Return the logged rows of these two artifacts and their deltas that have a label, with the column `label`."""
     assert job.log is not None and job.labels is not None
-    pairs = _read(job.log, "log")
-    if not pairs.schema.equals(SCHEMA):
-        raise DataError(
-            f"log={job.log} is not a log of router.canary.log: it has the columns {pairs.column_names[:10]}"
-        )
+    pairs = read_pairs(job.log)
     of_both = pc.and_(_is_of(pairs["champion"], champion), _is_of(pairs["challenger"], challenger))
     pairs = pairs.filter(pc.and_(of_both, pc.greater_equal(pairs["at"], since)))
-    labels = _read(job.labels, "labels")
+    labels = _read_labels(job.labels)
     for name in (job.id_column, job.label_column):
         if name not in labels.column_names:
             hint = did_you_mean(name, labels.column_names)
@@ -132,13 +128,13 @@ def _is_of(column: pa.ChunkedArray, version: str) -> pa.ChunkedArray:
     return pc.fill_null(pc.equal(base, version), True)
 
 
-def _read(path: str, key: str) -> pa.Table:
+def _read_labels(path: str) -> pa.Table:
     if not storage.exists(path):
-        raise DataError(f"{key}={path} is not there")
+        raise DataError(f"labels={path} is not there")
     try:
         return pq.read_table(path)
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{key}={path} is not Parquet: {' '.join(str(error).split())[:150]}") from None
+        raise DataError(f"labels={path} is not Parquet: {' '.join(str(error).split())[:150]}") from None
 
 
 def decide(job: CanaryJob, rows: pa.Table, is_over: bool) -> Decision:

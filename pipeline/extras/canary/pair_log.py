@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from scipy.stats import spearmanr
 
+from pipeline.runtime.errors import DataError
 from pipeline.runtime.logs import get_logger
 from pipeline.runtime.masking import mask
 from pipeline.runtime.storage import storage
@@ -87,6 +88,36 @@ def table_of(requests: Sequence[Pairs]) -> pa.Table:
     )
     rows = pa.array(np.concatenate([np.arange(count, dtype=np.int32) for count in counts]), pa.int32())
     return pa.table([ids, rows, at, by_challenger, champion, scores[0], challenger, scores[1]], schema=SCHEMA)
+
+
+def read_pairs(log: str) -> pa.Table:
+    """Return the rows of a log, oldest file first, while a server goes on writing it: files that it removes meanwhile
+    are left out. Raises DataError: not a log, or a log without a file.
+    """
+    names = [log] if storage.is_file(log) else [storage.join(log, name) for name in _file_names(log)]
+    tables = []
+    for name in names:
+        try:
+            with storage.open_file(name, "rb") as file:
+                table = pq.read_table(file)
+        except FileNotFoundError:
+            continue
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{name} of log={log} is not Parquet: {' '.join(str(error).split())[:150]}") from None
+        if not table.schema.equals(SCHEMA):
+            raise DataError(
+                f"log={log} is not a log of router.canary.log: it has the columns {table.column_names[:10]}"
+            )
+        tables.append(table)
+    if not tables:
+        raise DataError(
+            f"log={log} has no file yet: give the folder of router.canary.log, and wait until the canary has answered"
+        )
+    return pa.concat_tables(tables)
+
+
+def _file_names(folder: str) -> list[str]:
+    return [name for name in storage.list_folder(folder) if name.endswith(".parquet")]
 
 
 class PairLog:
@@ -166,7 +197,7 @@ class PairLog:
 
     def _remove_oldest(self) -> None:
         assert self._folder is not None
-        names = sorted(name for name in storage.list_folder(self._folder) if name.endswith(".parquet"))
+        names = _file_names(self._folder)
         sizes = {name: storage.size_bytes(storage.join(self._folder, name)) for name in names}
         left = sum(sizes.values())
         for name in names[:-1]:

@@ -22,7 +22,7 @@ from pipeline.config.retraining import GateConfig
 from pipeline.extras.canary.cli.canary import canary
 from pipeline.extras.canary.config import CanaryJob
 from pipeline.extras.canary.evaluate import decide, labelled_rows
-from pipeline.extras.canary.pair_log import PairLog, Pairs
+from pipeline.extras.canary.pair_log import PairLog, Pairs, read_pairs
 from pipeline.extras.canary.pointer import CanaryFile
 from pipeline.extras.canary.router import is_in_share, key_of
 from pipeline.extras.pages.registry_page import render_registry
@@ -34,6 +34,7 @@ from pipeline.retraining.registry import Registry, RegistryError
 from pipeline.retraining.tick import Tick
 from pipeline.retraining.windows import Window
 from pipeline.runtime.errors import ConfigError, DamagedError, DataError
+from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.manifest import seal_manifest
 from pipeline.runtime.storage.signature import Purpose
 from pipeline.serving.http.batching import Scores, ServerMetrics
@@ -130,10 +131,12 @@ def test_labels_join_by_request_and_row_and_bad_files_are_refused(tmp_path: Path
     assert [(each["request_id"], each["row"], each["label"]) for each in found] == [("r0", 1, 1.0), ("r1", 0, 1.0)]
     assert (found[0]["champion"], found[0]["champion_score"]) == ("a+0", 0.5)
     assert labelled_rows(job(negative_after_s=60.0), "a", "b", since=50.0).num_rows == 10
+    (tmp_path / "empty").mkdir()
     for words in (
         {"labels": str(tmp_path / "none")},
         {"label_column": "labl"},
         {"log": str(tmp_path / "labels.parquet")},
+        {"log": str(tmp_path / "empty")},  # a server makes the folder before it writes the first file
     ):
         with pytest.raises(DataError, match=r"labels=|log="):
             labelled_rows(job(**words), "a", "b", since=50.0)
@@ -150,6 +153,26 @@ def test_a_log_stays_within_its_size(tmp_path: Path) -> None:
     kept = list(tmp_path.iterdir())
     assert 1 <= len(kept) < 20 and sum(path.stat().st_size for path in kept) <= 4000
     assert pq.read_table(tmp_path)["request_id"].to_pylist()[-1] == "r19"
+
+
+def test_a_log_is_read_while_its_server_removes_the_oldest_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        log = PairLog(str(tmp_path), 1 << 20, ServerMetrics().registry, "x")
+        log.add(Pairs.of_answer(name, 1.0, Scores(np.zeros(2, np.float32), [], "v"), by_challenger=False))
+        log.close()
+    list_folder = storage.list_folder
+
+    def remove_one(folder: str) -> list[str]:
+        names = list_folder(folder)
+        Path(folder, names[0]).unlink()
+        return names
+
+    monkeypatch.setattr(storage, "list_folder", remove_one)
+    assert read_pairs(str(tmp_path))["request_id"].to_pylist() == ["b", "b"]
+    with pytest.raises(DataError, match="has no file yet"):
+        read_pairs(str(tmp_path))
 
 
 def test_a_canary_is_started_once_and_not_of_the_champion(tmp_path: Path) -> None:
@@ -291,7 +314,7 @@ def test_a_server_drops_a_bad_canary_after_one_evaluation(tmp_path: Path, num_re
         ]
 
         def logged() -> int:
-            return len(pq.read_table(log)["request_id"].unique()) if log.exists() else 0
+            return len(read_pairs(str(log))["request_id"].unique()) if any(log.glob("*.parquet")) else 0
 
         wait_until(lambda: logged() + server.metric("challenger_shadow_drops_total") == num_requests)
         wait_until(lambda: server.metric("challenger_mean_difference") > 0.1)  # it is set after the file is written
