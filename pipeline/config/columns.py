@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -303,6 +303,20 @@ class ColumnsConfig:
                 "data.columns.list_separator=':' separates an id from its weight in the columns of data.columns.weighted: "
                 "join the elements of lists by another character"
             )
+
+    def without(self, names: Collection[str]) -> ColumnsConfig:
+        """Return the columns except `names`. A sequence that describes one of these becomes a list."""
+        followers = [name for name, each in self.sequence.items() if name not in names and each.beside in names]
+        gone = {*names, *followers}
+        dense, sparse, multi_hot, weighted = (
+            [name for name in group if name not in names]
+            for group in (self.dense, self.sparse, [*self.multi_hot, *followers], self.weighted)
+        )
+        sequence = {name: each for name, each in self.sequence.items() if name not in gone}
+        vectors = {name: width for name, width in self.vectors.items() if name not in names}
+        return replace(
+            self, dense=dense, sparse=sparse, multi_hot=multi_hot, sequence=sequence, weighted=weighted, vectors=vectors
+        )
 
     @property
     def logged(self) -> list[str]:

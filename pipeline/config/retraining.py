@@ -147,6 +147,7 @@ class ExportGateConfig:
     dense: str = "fp32"
     compiled: bool = False
     onnx: bool = False
+    feature_tables: dict[str, str] = field(default_factory=dict)
     pruning: PruningConfig = field(default_factory=PruningConfig)
     parity: ParityConfig = field(default_factory=ParityConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)

@@ -77,15 +77,7 @@ class Artifact:
     @property
     def schema(self) -> pa.Schema:
         """The raw columns. Whole numbers are also accepted as text, and numbers of any width."""
-        from pipeline.serving.artifact.raw_schema import DENSE, MULTI_HOT, SPARSE, VECTOR
-
-        kinds = {
-            DENSE: pa.float64(),
-            SPARSE: pa.string(),
-            MULTI_HOT: pa.list_(pa.string()),
-            VECTOR: pa.list_(pa.float64()),
-        }
-        return pa.schema([(name, kinds[kind]) for name, kind in self._manifest.schema.columns.items()])
+        return self._manifest.schema.types
 
     @cached_property
     def _scorer(self) -> Scorer:
@@ -137,12 +129,16 @@ class Artifact:
         """Return the score of each row, and by how much each column changes it: the score minus the score
         of the row without a value in that column. label: whose score, if there are several labels.
         """
+        from pipeline.serving.scoring.scorer import tables_of
+
         labels = self.labels
         if label is not None and label not in labels:
             raise ServingError(
                 f"label={label!r} is not one of {', '.join(labels) or 'one score'}{did_you_mean(label, labels)}"
             )
         table, column = to_table(rows), labels.index(label) if label else 0
+        if (tables := tables_of(self._scorer)) is not None:
+            table = tables.fill(table)
 
         def score(masked: pa.Table) -> NDArray[np.float32]:
             return self.predict(masked).reshape(table.num_rows, -1)[:, column]

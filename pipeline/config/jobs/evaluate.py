@@ -110,6 +110,8 @@ class ExportJob(Job):
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
     card: CardConfig = field(default_factory=CardConfig)
+    # column of ids -> Parquet files with raw columns by id, which rows to score may leave out
+    feature_tables: dict[str, str] = field(default_factory=dict)
     data_path: str | None = None  # None: the data set of the run
     sign_key: str | None = None  # a private Ed25519 key as PEM that signs the artifact
     # public Ed25519 keys, a path or a list: the step must be signed by one of them

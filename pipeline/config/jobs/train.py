@@ -115,6 +115,8 @@ class PublishingConfig:
     artifact: str | None = None
     precision: str = "int8"  # of the exported artifact
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)  # of the exported artifact and its deltas
+    # of the exported artifact: column of ids -> Parquet files with raw columns by id
+    feature_tables: dict[str, str] = field(default_factory=dict)
     gate: DeltaGateConfig = field(default_factory=DeltaGateConfig)
     max_chain: float | None = 0.5
     finish_s: float = 600.0

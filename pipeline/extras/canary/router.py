@@ -23,7 +23,7 @@ from pipeline.serving.http.batching import PREFIX, Asked, Overloaded, Scores
 from pipeline.serving.http.request_rows import BadRequest
 from pipeline.serving.http.routing import Read, ServerParts, read_rows
 from pipeline.serving.http.switching import ServedModel
-from pipeline.serving.scoring.scorer import JoinedRows, UserItems, names_of, retrieves
+from pipeline.serving.scoring.scorer import JoinedRows, UserItems, names_of, retrieves, schema_of, tables_of
 
 WAITING = 256  # shadow requests; more are dropped and counted
 AT_ONCE = 32
@@ -98,10 +98,11 @@ class Canary:
         champion = server.slot.model
         if retrieves(champion.scorer):
             raise ServingError("router.canary compares scores, and this artifact finds items: leave the router out")
-        if settings.key is not None and settings.key not in champion.reader.schema.names:
+        names = schema_of(champion.scorer.columns).names
+        if settings.key is not None and settings.key not in names:
             raise ConfigError(
                 f"router.canary.key={settings.key} is not a column of the requests; choose one of "
-                f"{', '.join(champion.reader.schema.names[:20])}"
+                f"{', '.join(names[:20])}"
             )
         self._settings, self._champion, self._watch_s = settings, server.slot, server.watch_s
         self._challenger = ChallengerSlot(settings.artifact, server)
@@ -183,6 +184,7 @@ class Canary:
 async def _rows_for(other: ServedModel, of_champion: tuple[ServedModel, Asked], body: bytes, read: Read) -> Asked:
     """Return the rows as the challenger reads them. If both read the same columns, these are the champion's rows."""
     model, rows = of_champion
-    if other.reader.schema.equals(model.reader.schema) and other.path == model.path:
+    has_tables = tables_of(other.scorer) is not None or tables_of(model.scorer) is not None  # each fills its own
+    if other.reader.schema.equals(model.reader.schema) and other.path == model.path and not has_tables:
         return rows
     return await read_rows(other, body, read)

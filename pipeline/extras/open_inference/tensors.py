@@ -87,12 +87,13 @@ def read_tensors(body: bytes, reader: RequestReader) -> tuple[Inference, ColumnL
         raise BadRequest(422, f"{odd[0]!r} has {len(columns[odd[0]])} rows, and another input {num_rows}")
     if not 1 <= num_rows <= limits.rows:
         raise BadRequest(422, f"{num_rows} rows, and from 1 to limits.rows={limits.rows} are scored")
-    is_item = [num_rows == 1 or len(columns.get(name, ())) == num_rows for name in names]
-    one_row = [columns.get(name, (None,)) for name in names]
-    if all(is_item):
-        return asked, reader.lists(one_row, is_item, num_rows)
-    user = reader.lists(one_row, [not each for each in is_item], 1)
-    return asked, UserItems(user, reader.lists(one_row, is_item, num_rows))
+    cells = [columns.get(name, ()) for name in names]
+    is_item = [len(column) == num_rows for column in cells]
+    items = reader.lists(cells, is_item, num_rows)
+    if num_rows == 1 or all(is_item):
+        return asked, reader.complete(items)
+    user = reader.lists(cells, [len(column) == 1 for column in cells], 1)
+    return asked, reader.complete(UserItems(user, items))
 
 
 def _column(tensor: Tensor, reader: RequestReader) -> Sequence[Any]:

@@ -60,7 +60,8 @@ class PublishingProcess:
     def __init__(self, job: TrainJob) -> None:
         settings = job.publishing
         order = {
-            "run": job.run_dir, "artifact": artifact_of(job), "precision": settings.precision, "calibration": asdict(settings.calibration), "max_chain": settings.max_chain, "gate": asdict(settings.gate),
+            "run": job.run_dir, "artifact": artifact_of(job), "precision": settings.precision, "calibration": asdict(settings.calibration),
+            "feature_tables": dict(settings.feature_tables), "max_chain": settings.max_chain, "gate": asdict(settings.gate),
             "sign_key": job.checkpoint.sign_key, "require_signature": job.checkpoint.require_signature,
         }  # fmt: skip
         alone = (

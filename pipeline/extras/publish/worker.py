@@ -49,6 +49,7 @@ class PublishOrder:
     artifact: str
     precision: str = "int8"
     calibration: dict[str, Any] = field(default_factory=dict)
+    feature_tables: dict[str, str] = field(default_factory=dict)
     max_chain: float | None = 0.5
     gate: dict[str, Any] = field(default_factory=dict)
     sign_key: str | None = None
@@ -147,7 +148,8 @@ class Worker:
         number = 1 + max((number for number, _ in self._generations()), default=0)
         output = f"{order.artifact}.{number:06d}"
         job = ExportJob(run=order.run, step=step, output=output, precision=order.precision, sign_key=order.sign_key)
-        export(replace(job, calibration=CalibrationConfig(**order.calibration)))
+        calibration = CalibrationConfig(**order.calibration)
+        export(replace(job, calibration=calibration, feature_tables=order.feature_tables))
         os.symlink(os.path.basename(output), f"{order.artifact}.new")
         os.replace(f"{order.artifact}.new", order.artifact)
         for _, path in self._generations()[:-KEPT]:

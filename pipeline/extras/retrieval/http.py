@@ -18,6 +18,7 @@ from pipeline.config.serving import LimitsConfig
 from pipeline.extras.retrieval.queries import Found, Queries, Wish
 from pipeline.serving.http.batching import Scores
 from pipeline.serving.http.request_rows import JSON_TYPE, USUAL_K, BadRequest, RequestReader
+from pipeline.serving.scoring.scorer import FeatureTables
 
 if TYPE_CHECKING:
     from pipeline.extras.retrieval.retriever import Retriever
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 class RetrieveReader(RequestReader):
     """Read the user columns of one artifact. Safe for several threads."""
 
-    def __init__(self, columns: ColumnsConfig, limits: LimitsConfig) -> None:
+    def __init__(self, columns: ColumnsConfig, limits: LimitsConfig, tables: FeatureTables | None = None) -> None:
         ids = Annotated[list[str | int], msgspec.Meta(max_length=limits.filter_ids)]
         k = Annotated[int, msgspec.Meta(ge=1, le=limits.k)]
         more = [("k", k, min(USUAL_K, limits.k)), ("allowed", ids | None, None), ("excluded", ids | None, None)]
-        super().__init__(columns, limits, more)
+        super().__init__(columns, limits, more, tables)
 
     def read(self, body: bytes, content_type: str) -> Queries:
         """Read a request. Raises BadRequest."""

@@ -28,7 +28,7 @@ from pipeline.serving.artifact.manifest import (
 from pipeline.serving.artifact.task_quality import ServedTask
 from pipeline.serving.scoring.artifact_files import ArtifactFiles
 from pipeline.serving.scoring.predictor import Scored
-from pipeline.serving.scoring.scorer import Rows, has_scores, schema_of
+from pipeline.serving.scoring.scorer import FeatureTables, Rows, has_scores, schema_of
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -118,6 +118,10 @@ class Retriever:
         return []
 
     @property
+    def feature_tables(self) -> FeatureTables | None:
+        return self.user.feature_tables
+
+    @property
     def lookup(self) -> object:
         """Return the user's tables, for counting lookups."""
         return self.user.lookup
@@ -140,7 +144,7 @@ class Retriever:
         """Return a reader of requests to /retrieve."""
         from pipeline.extras.retrieval.http import RetrieveReader
 
-        return RetrieveReader(self.columns, limits)
+        return RetrieveReader(self.columns, limits, self.feature_tables)
 
     def answer(self, scored: Scores) -> tuple[Response, int]:
         """Return the server's response, and the number of items in it."""

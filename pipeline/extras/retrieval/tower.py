@@ -102,6 +102,7 @@ def load_tower(
     encoder = RowEncoder(schema, files.vocabularies(schema.features))
     with parts_of(f"the {tower}'s tower"):
         found = kind(manifest, encoder, lookup, program, files.composed())
+        found.feature_tables = files.feature_tables(found.columns)
         found._try()
     return found
 

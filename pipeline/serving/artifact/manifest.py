@@ -11,6 +11,7 @@
   "lookups": number of lookups of each feature, and the shares of its most frequent ids
   "tasks": labels by name, kind and width; absent if there is one binary label
   "retrieval": towers, items and their index; only of a two-tower, whose dense.pt2 gives users' vectors
+  "feature_tables": raw column of ids -> file with raw columns by id; absent if there are none
   "sizes", "versions", "certificate", "settings"
   "files": name -> size_bytes and CRC-32 by block, as in a checkpoint
 }
@@ -47,7 +48,7 @@ CALIBRATION_FILE = "calibration.json"
 CARD_FILES = ("card.json", "card.md")  # for people: scores do not depend on them
 ITEM_PROGRAM, ITEM_VECTORS, ITEM_VALUES, ITEM_INDEX = "item.pt2", "items.vectors", "items.arrow", "items.index"
 FILE_NAME = re.compile(
-    r"(tables|vocabulary)/[0-9]{5}\.(rows|kept|arrow)|dense(\.compiled)?\.pt2|dense\.onnx|composed\.bin|calibration\.json|card\.(json|md)|item\.(pt2|onnx)|items\.(vectors|arrow|index)"
+    r"(tables|vocabulary|features)/[0-9]{5}\.(rows|kept|arrow)|dense(\.compiled)?\.pt2|dense\.onnx|composed\.bin|calibration\.json|card\.(json|md)|item\.(pt2|onnx)|items\.(vectors|arrow|index)"
 )
 UNFINISHED = ".export-"  # what the folders begin with that exports write in
 MAX_MANIFEST_BYTES = 64 << 20
@@ -116,6 +117,7 @@ class Manifest:
     settings: dict[str, Any] = field(default_factory=dict)
     tasks: list[ServedTask] = field(default_factory=list)  # none: one binary label
     retrieval: RetrievalParts | None = None
+    feature_tables: dict[str, str] = field(default_factory=dict)  # column of ids -> file
     format_version: int = FORMAT_VERSION
 
     @cached_property
@@ -133,6 +135,8 @@ class Manifest:
             content["tasks"] = about["tasks"]
         if self.retrieval is not None:
             content["retrieval"] = about["retrieval"]
+        if self.feature_tables:
+            content["feature_tables"] = about["feature_tables"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -158,7 +162,7 @@ class Manifest:
     def _values(self) -> dict[str, Any]:
         """Return the values of the file. Empty values that earlier releases did not have are left out."""
         values = asdict(self)
-        for key in ("tasks", "retrieval"):
+        for key in ("tasks", "retrieval", "feature_tables"):
             if not values[key]:
                 del values[key]
         for feature in values["schema"]["features"]:
@@ -249,6 +253,8 @@ def _problem(manifest: Manifest) -> str:
         return f"layers of {manifest.dense['precision']} in {sorted(manifest.files)[:3]}"
     if lacking := [feature.name for feature in manifest.schema.features if feature.hash_size is None and manifest.vocabularies.get(feature.name) not in manifest.files]:  # fmt: skip
         return f"feature {lacking[0]!r} has no vocabulary"
+    if lost := [name for name, file in manifest.feature_tables.items() if file not in manifest.files]:
+        return f"the feature table of {lost[0]!r} has no file"
     return "" if manifest.retrieval is None else _retrieval_problem(manifest, manifest.retrieval)
 
 

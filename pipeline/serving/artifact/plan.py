@@ -17,8 +17,11 @@ from pipeline.checkpoint.tables import StoredTable
 from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.config.registry import from_extra
 from pipeline.config.serving import AUTO, PRECISIONS, CalibrationConfig, CardConfig, RetrievalConfig
+from pipeline.data.raw.source import find_sources
 from pipeline.embeddings.table import Table
+from pipeline.runtime.errors import DataError, ServingError
 from pipeline.runtime.logs import get_logger
+from pipeline.runtime.storage import storage
 from pipeline.serving.artifact.manifest import DENSE_FILE, RetrievalParts
 from pipeline.serving.artifact.prune import prune_tables
 from pipeline.serving.artifact.quantize import KeptRows, nearest, row_bytes
@@ -161,12 +164,26 @@ def settings_of(job: ExportJob) -> dict[str, Any]:
     """Return the settings that the artifact's bytes depend on."""
     settings = {key: value for key, value in asdict(job).items() if key not in NO_SETTINGS}
     usual_settings = {
-        "retrieval": RetrievalConfig(), "calibration": CalibrationConfig(), "onnx": False, "card": CardConfig()
+        "retrieval": RetrievalConfig(), "calibration": CalibrationConfig(), "onnx": False, "card": CardConfig(),
+        "feature_tables": {},
     }  # fmt: skip
     for name, usual in usual_settings.items():
         if getattr(job, name) == usual:  # earlier releases had no such settings
             del settings[name]
+    if job.feature_tables:  # another table at the same path gives other scores
+        settings["feature_tables"] = {
+            name: [storage.sha256_of(file) for file in feature_files(name, path)]
+            for name, path in job.feature_tables.items()
+        }
     return settings | ({"signed": True} if job.sign_key is not None else {})
+
+
+def feature_files(name: str, path: str) -> list[str]:
+    """Return the files of feature_tables.<name>. Raises ServingError if there are none."""
+    try:
+        return [source.path for source in find_sources(path)]
+    except DataError as error:
+        raise ServingError(str(error).replace("source=", f"feature_tables.{name}=", 1)) from None
 
 
 def lineage_of(job: ExportJob, step: TrainedStep) -> dict[str, Any]:

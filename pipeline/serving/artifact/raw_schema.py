@@ -73,6 +73,17 @@ class RawSchema:
         return dict(sorted(kinds.items(), key=lambda item: (DENSE, SPARSE, MULTI_HOT, VECTOR).index(item[1])))
 
     @property
+    def types(self) -> pa.Schema:
+        """Return the raw columns with the types that rows to score have."""
+        kinds = {
+            DENSE: pa.float64(),
+            SPARSE: pa.string(),
+            MULTI_HOT: pa.list_(pa.string()),
+            VECTOR: pa.list_(pa.float64()),
+        }
+        return pa.schema([(name, kinds[kind]) for name, kind in self.columns.items()])
+
+    @property
     def model_columns(self) -> dict[str, str]:
         """Return the same as columns, for the columns that become features, including outputs of transforms."""
         kinds = dict.fromkeys([*self.dense, *self.in_buckets], DENSE)

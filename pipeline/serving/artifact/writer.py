@@ -43,9 +43,11 @@ def write_bytes(path: str, content: bytes | memoryview) -> FileEntry:
     return write_blocks(path, [content])
 
 
-def write_arrow(path: str, table: pa.Table) -> FileEntry:
-    """Write a new Arrow file, compressed unless it would unpack to more than readers accept. Return its checksums."""
-    for compression in ("lz4", None):
+def write_arrow(path: str, table: pa.Table, is_mapped: bool = False) -> FileEntry:
+    """Write a new Arrow file, compressed unless it is to be mapped into memory, or would unpack to more than readers
+    accept. Return its checksums.
+    """
+    for compression in (None,) if is_mapped else ("lz4", None):
         if os.path.exists(path):
             os.remove(path)
         with ChecksummedWriter(path) as writer:
@@ -141,8 +143,8 @@ class ArtifactWriter:
         with open(staged, "rb") as file:
             self._files[name] = write_blocks(self._at(name), iter(lambda: file.read(1 << 24), b""))
 
-    def add_arrow(self, name: str, table: pa.Table) -> None:
-        self._files[name] = write_arrow(self._at(name), table)
+    def add_arrow(self, name: str, table: pa.Table, is_mapped: bool = False) -> None:
+        self._files[name] = write_arrow(self._at(name), table, is_mapped)
 
     def manifest(self, plan: ExportPlan) -> Manifest:
         """Describe the files that have been written so far."""
@@ -175,6 +177,7 @@ class ArtifactWriter:
             "layers_after": total("dense.pt2") + total("item.pt2"),
             "vocabularies": total("vocabulary/"),
             **({"items": total("items.")} if "items.vectors" in self._files else {}),
+            **({"feature_tables": of_tables} if (of_tables := total("features/")) else {}),
             "artifact": total(""),
         }
 
@@ -184,7 +187,9 @@ class ArtifactWriter:
         atomic.commit_folder(self.path, self._output, manifest.to_text())
 
     def _at(self, name: str) -> str:
-        return os.path.join(self.path, name)
+        path = os.path.join(self.path, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        return path
 
 
 @contextmanager

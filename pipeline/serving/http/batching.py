@@ -71,7 +71,15 @@ class ServerMetrics:
         self.table_hits = counter("table_cache_hits", "Those of them that were in memory")
         self.observer_drops = counter("observer_drops", "Requests that an observer was too slow for", "observer")
         self.observer_failures = counter("observer_failures", "Requests that an observer failed at", "observer")
+        self.feature_ids = counter("feature_table_ids", "Ids that were looked up in feature tables", "column")
+        about = "Those of them that the table does not have, or missing"
+        self.unknown_ids = counter("feature_table_unknown_ids", about, "column")
         self.cache_bytes = gauge("table_cache_bytes", "Hot rows of tables on SSD in memory")
+
+    def count_ids(self, column: str, num_ids: int, num_unknown: int) -> None:
+        """Count ids that were looked up in a feature table."""
+        self.feature_ids.labels(column).inc(num_ids)
+        self.unknown_ids.labels(column).inc(num_unknown)
 
 
 FIRST_LOOK_ROWS = 1000  # after so many rows, ten times as many, and so on

@@ -11,7 +11,7 @@ from pipeline import __version__
 from pipeline.config.serving import LimitsConfig
 from pipeline.runtime.pages.html import render
 from pipeline.serving.http.request_rows import ARROW_TYPE, JSON_TYPE, USUAL_K
-from pipeline.serving.scoring.scorer import Scorer, retrieves
+from pipeline.serving.scoring.scorer import Scorer, asked_columns, retrieves, tables_of
 
 ERRORS = {
     "400": "The body, or the request, is not what its Content-Type says",
@@ -94,7 +94,7 @@ def _exchange(body: dict[str, Any], answer: dict[str, Any], about: str, more: di
 
 
 def _body(scorer: Scorer, limits: LimitsConfig) -> dict[str, Any]:
-    columns = scorer.columns
+    columns, tables = asked_columns(scorer), tables_of(scorer)
     category = {"anyOf": [{"type": "string"}, {"type": "number"}, {"type": "boolean"}, {"type": "null"}]}
     kinds: dict[str, Any] = {name: {"type": ["number", "null"]} for name in columns.dense}
     kinds |= dict.fromkeys(columns.sparse, category)
@@ -107,6 +107,8 @@ def _body(scorer: Scorer, limits: LimitsConfig) -> dict[str, Any]:
     }
     for name in columns.weighted:
         kinds[name]["description"] = "id:weight, split at the last colon; an id without a weight counts 1"
+    for name in () if tables is None else tables.fillable(list(kinds)):
+        kinds[name] = {**kinds[name], "description": "If it is left out, a feature table of the artifact may have it"}
     row = {"type": "object", "properties": kinds, "additionalProperties": False}
     rows = {**_listed(row), "maxItems": limits.rows}
     return {**_object({"rows": rows}, ["rows"]), "additionalProperties": False}
@@ -130,7 +132,7 @@ def docs_page(scorer: Scorer, limits: LimitsConfig, address: str) -> str:
     if retrieves(scorer):
         body |= {"k": min(10, limits.k), "excluded": ["a"]}
     words = shlex.quote(json.dumps(body, ensure_ascii=False))
-    columns = scorer.columns
+    columns = asked_columns(scorer)
     listed = {
         name: "list of id:weight" if name in columns.weighted else "list of text or numbers" for name in columns.lists
     }

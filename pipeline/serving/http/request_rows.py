@@ -5,6 +5,7 @@ JSON {"rows": [{"<column>": value, ...}, ...]}: a column that a row leaves out h
 Arrow: an IPC stream of record batches with every column; compression is refused, because the
 unpacked size is not known.
 A user with items, JSON {"user": {...}, "items": [{...}, ...]}: the user's columns are sent once.
+Columns that the artifact's feature tables have may be left out: the tables fill them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Annotated, Any
+from functools import lru_cache
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -29,7 +31,18 @@ from pipeline.runtime.storage.arrow_messages import has_compression
 from pipeline.serving.http.arrow_bounds import EXPANSION, bytes_before_reading, is_flat, text_bytes
 from pipeline.serving.http.arrow_users import fields_by_user, is_by_user, split_by_user
 from pipeline.serving.scoring.feature_ids import MIN_ROWS, is_whole_number
-from pipeline.serving.scoring.scorer import AnyRows, ColumnLists, JoinedRows, UserItems, schema_of
+from pipeline.serving.scoring.scorer import (
+    MAX_DIVISIONS,
+    AnyRows,
+    ColumnLists,
+    CountIds,
+    FeatureTables,
+    JoinedRows,
+    LeftOut,
+    UserItems,
+    names_of,
+    schema_of,
+)
 
 JSON_TYPE = "application/json"
 USUAL_K = 10  # items of a request to /retrieve that does not say how many
@@ -39,6 +52,9 @@ NO_ROWS = 'the body has neither rows nor a user: send {"rows": [{...}]}, or {"us
 OUT_OF_RANGE = "Number out of range"  # msgspec's words
 UNTYPED = msgspec.json.Decoder(float_hook=float)
 UNFIT = re.compile(r'["\\\x00-\x1f]')  # in the name of a field
+
+
+Sent = TypeVar("Sent", ColumnLists, UserItems)  # a request as JSON
 
 
 class BadRequest(Exception):
@@ -63,20 +79,29 @@ class RequestReader:
     """Reads requests for the columns of one artifact. Several threads may use it."""
 
     def __init__(
-        self, columns: ColumnsConfig, limits: LimitsConfig, more: Sequence[tuple[str, Any, Any]] | None = None
+        self,
+        columns: ColumnsConfig,
+        limits: LimitsConfig,
+        more: Sequence[tuple[str, Any, Any]] | None = None,
+        tables: FeatureTables | None = None,
     ) -> None:
         """more: fields of a body in addition to its rows, as (name, type, default). A body with them
-        has no user with items.
+        has no user with items. tables: they fill what requests leave out.
         """
+        self._tables, self._read_schema = tables, schema_of(columns)
+        self.count_ids: CountIds | None = None
+        self._divided = lru_cache(MAX_DIVISIONS)(self._divide)
+        columns = columns if tables is None else tables.asked(columns)
         self.columns, self.schema, self.limits = columns, schema_of(columns), limits
         self._field_names = _field_names(self.schema.names)
-        self._decoder = msgspec.json.Decoder(_body_type(columns, limits, more, self._field_names))
+        body = _body_type(columns, limits, more, self._field_names, tables is not None)
+        self._decoder = msgspec.json.Decoder(body)
         self._names = [*self.schema.names, *(name for name, *_ in more or ())]
         self._reads_users = more is None
         self._readers = [_reader_of(field.type) for field in self.schema]
 
     def read(self, body: bytes, content_type: str) -> AnyRows:
-        """Return the rows with the types of self.schema; category columns may be int64. Raises BadRequest."""
+        """Return the rows with the columns that the model reads; category columns may be int64. Raises BadRequest."""
         if content_type == JSON_TYPE:
             return self.read_json(body)
         if content_type == ARROW_TYPE:
@@ -106,31 +131,40 @@ class RequestReader:
             raise BadRequest(422, "items is empty: send at least one item")
         of_user = msgspec.structs.astuple(user)
         given = [value is not UNSET for value in of_user]
-        found = self._columns_of_items(items, given)
+        values = list(zip(*map(msgspec.structs.astuple, items), strict=True))
+        left_out: dict[str, Sequence[int]] = {}
+        found = self._columns_of_items(values, given, left_out)
         is_items = [column is not None for column in found]
         user_columns = [(None if value is UNSET else value,) for value in of_user]
-        return UserItems(
-            self.lists(user_columns, [not is_item for is_item in is_items], 1),
+        # A column that neither the user nor an item has may be in a table.
+        is_users = [not is_item for is_item in is_items] if self._tables is None else given
+        rows = UserItems(
+            self.lists(user_columns, is_users, 1),
             self.lists([column or () for column in found], is_items, len(items)),
         )
+        return rows if self._tables is None else self.complete(rows, left_out)
 
-    def _columns_of_items(self, items: Sequence[Any], of_user: Sequence[bool]) -> list[Sequence[Any] | None]:
-        """Return the values of each column; None if no item has a value. of_user: columns that the
-        user has. Raises BadRequest if an item has one of these.
+    def _columns_of_items(
+        self, values: Sequence[Sequence[Any]], of_user: Sequence[bool], left_out: dict[str, Sequence[int]]
+    ) -> list[Sequence[Any] | None]:
+        """Return the values of each column; None if no item has a value (with feature tables: if no item has
+        the column). of_user: columns that the user has. left_out gets the items that lack a column that others
+        have. Raises BadRequest if an item has a column of the user.
         """
         columns: list[Sequence[Any] | None] = []
-        values = zip(*map(msgspec.structs.astuple, items), strict=True)
         for name, column, is_given in zip(self.schema.names, values, of_user, strict=True):
             num_unset = column.count(UNSET)
-            if num_unset == len(items):
+            if num_unset == len(column):
                 columns.append(None)
                 continue
             if is_given:
                 first = next(number for number, value in enumerate(column) if value is not UNSET)
                 raise BadRequest(422, f"items[{first}] has the column {name!r}, which the user has: send it once")
             if num_unset:
+                left_out[name] = [number for number, value in enumerate(column) if value is UNSET]
                 column = tuple(None if value is UNSET else value for value in column)
-            columns.append(column if any(value is not None for value in column) else None)
+            has_values = self._tables is not None or any(value is not None for value in column)
+            columns.append(column if has_values else None)
         return columns
 
     def lists(self, columns: Sequence[Sequence[Any]], chosen: Sequence[bool], num_rows: int) -> ColumnLists:
@@ -201,7 +235,30 @@ class RequestReader:
     def lists_of(self, rows: Sequence[Any]) -> ColumnLists:
         """Return the rows as lists by column. Raises BadRequest."""
         values = list(zip(*map(msgspec.structs.astuple, rows), strict=True)) if rows else [()] * len(self.schema)
-        return self.lists(values, [True] * len(values), len(rows))
+        if self._tables is None:
+            return self.lists(values, [True] * len(values), len(rows))
+        left_out: dict[str, Sequence[int]] = {}
+        found = self._columns_of_items(values, [False] * len(values), left_out)
+        sent = [column is not None for column in found]
+        return self.complete(self.lists([column or () for column in found], sent, len(rows)), left_out)
+
+    def complete(self, rows: Sent, left_out: LeftOut | None = None) -> Sent:
+        """Fill the columns that the rows lack from the artifact's tables. The remaining ones get missing values.
+        left_out: as in FeatureTables.fill.
+        """
+        if self._tables is not None:
+            rows = self._tables.fill(rows, left_out, self.count_ids)
+        if isinstance(rows, ColumnLists):
+            return _in_order(rows, self._read_schema)
+        of_user, of_items = self._divided(tuple(names_of(rows.items)))
+        return UserItems(_in_order(rows.user, of_user), _in_order(rows.items, of_items))
+
+    def _divide(self, of_items: tuple[str, ...]) -> tuple[pa.Schema, pa.Schema]:
+        """Return the columns of the user and of the items. Making schemas takes longer than filling the rows."""
+        parts = [
+            [each for each in self._read_schema if (each.name in of_items) == is_item] for is_item in (False, True)
+        ]
+        return pa.schema(parts[0]), pa.schema(parts[1])
 
     def _near_column(self, message: str) -> str:
         """Return a suggestion for a message such as `Object contains unknown field `cat_O``."""
@@ -225,7 +282,8 @@ class RequestReader:
                 self._check_names([field.name for field in fields], by_user)
                 kinds = {field.name: field.type for field in fields}
                 for field in self.schema:
-                    _check_type(field.name, kinds[field.name], field.type)
+                    if field.name in kinds:
+                        _check_type(field.name, kinds[field.name], field.type)
                 table = pa.Table.from_batches(self._bounded(stream), stream.schema)
             is_small = is_flat(table.schema) and len(body) * table.num_columns < self.limits.body_bytes
             if not is_small:
@@ -237,17 +295,29 @@ class RequestReader:
         if not is_small:
             self._check_expanded(bytes_before_reading(table) + text_bytes(table))
         if not by_user:
-            return self._read_columns(table)
+            return self._filled(self._read_columns(table))
         users, items, counts = split_by_user(table)
         if items.num_rows > self.limits.rows:
             raise BadRequest(413, f"more than limits.rows={self.limits.rows} items: send them in several requests")
         users, items = self._read_columns(users), self._read_columns(items)
         ends = np.cumsum(counts).tolist()
         parts = [
-            UserItems(users.slice(number, 1), items.slice(end - count, count))
+            self._filled(UserItems(users.slice(number, 1), items.slice(end - count, count)))
             for number, (count, end) in enumerate(zip(counts, ends, strict=True))
         ]
         return parts[0] if len(parts) == 1 else JoinedRows(tuple(parts))
+
+    def _filled(self, rows: Any) -> Any:
+        """Return an Arrow request's rows with the columns of the tables, and without ids that the model does not read."""
+        if self._tables is None:
+            return rows
+        filled: Any = self._tables.fill(rows, None, self.count_ids)
+        if isinstance(filled, UserItems):
+            return UserItems(self._selected(filled.user), self._selected(filled.items))
+        return self._selected(filled)
+
+    def _selected(self, table: pa.Table) -> pa.Table:
+        return table.select([name for name in self._read_schema.names if name in table.column_names])
 
     def _read_columns(self, table: pa.Table) -> pa.Table:
         """Return the table's columns in the order and with the types of the schema. Raises BadRequest."""
@@ -275,9 +345,10 @@ class RequestReader:
         wanted, where = self.schema.names, " for the user and for the items" if by_user else " times"
         if unknown := [name for name in names if name not in wanted]:
             raise BadRequest(422, f"there is no column {unknown[0]!r}{did_you_mean(unknown[0], wanted)}")
-        if missing := [name for name in wanted if name not in names]:
+        needed, filled = self._read_schema.names, set() if self._tables is None else self._tables.fillable(names)
+        if missing := [name for name in needed if name not in names and name not in filled]:
             listed = ", ".join(map(repr, missing[:5]))
-            raise BadRequest(422, f"{len(missing)} of {len(wanted)} columns are missing: {listed}")
+            raise BadRequest(422, f"{len(missing)} of {len(needed)} columns are missing: {listed}")
         if doubled := [name for name in wanted if names.count(name) > 1]:
             count = "" if by_user else f" {names.count(doubled[0])}"
             raise BadRequest(422, f"column {doubled[0]!r} is there{count}{where}: send it once")
@@ -318,8 +389,11 @@ def _body_type(
     limits: LimitsConfig,
     more: Sequence[tuple[str, Any, Any]] | None,
     field_names: Mapping[str, str],
+    tells_unset: bool,
 ) -> Any:
-    """Return a struct type with a field for each column, so that msgspec's errors name the row and column."""
+    """Return a struct type with a field for each column, so that msgspec's errors name the row and column.
+    tells_unset: rows tell a column that is left out from a column that is null, as users and items do.
+    """
     text = str | int | float | bool | None
     listed = Annotated[list[text], msgspec.Meta(max_length=limits.values_per_cell)] | None
     kinds = [*((name, float | None) for name in columns.dense), *((name, text) for name in columns.sparse)]
@@ -336,7 +410,7 @@ def _body_type(
             gc=False,
         )
 
-    full = row(None, None)
+    full = row(UnsetType, UNSET) if tells_unset else row(None, None)
     rows = Annotated[list[full], msgspec.Meta(max_length=limits.rows)]  # type: ignore[valid-type]
     if more is not None:
         return msgspec.defstruct("Body", [("rows", rows), *more], forbid_unknown_fields=True)
@@ -356,6 +430,22 @@ def _reader_of(kind: pa.DataType) -> Callable[[Sequence[Any]], Sequence[Any]]:
             None if value is None else [value_to_text(item) or "" for item in value] for value in column
         ]
     return lambda column: column
+
+
+def read_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return the columns of `schema` with its types, read as an Arrow request's columns are. Raises BadRequest for a
+    column of another type, pa.ArrowException and UnicodeDecodeError for values that cannot be read.
+    """
+    for field in schema:
+        _check_type(field.name, table.schema.field(field.name).type, field.type)
+    return _read_as(table.select(schema.names), schema)
+
+
+def _in_order(rows: Any, schema: pa.Schema) -> ColumnLists:
+    """Return the columns of `schema`. A column that the rows lack has missing values."""
+    given = dict(zip(rows.schema.names, rows.columns, strict=True))
+    nothing = [None] * rows.num_rows
+    return ColumnLists(schema, [given.get(name, nothing) for name in schema.names], rows.num_rows)
 
 
 def _check_type(name: str, kind: pa.DataType, wanted: pa.DataType) -> None:

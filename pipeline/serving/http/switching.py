@@ -25,7 +25,7 @@ from pipeline.serving.http.batching import Batcher, ServerMetrics
 from pipeline.serving.http.request_rows import RequestReader
 from pipeline.serving.scoring.load import FoundArtifact
 from pipeline.serving.scoring.predictor import Predictor
-from pipeline.serving.scoring.scorer import Scorer, retrieves
+from pipeline.serving.scoring.scorer import Scorer, retrieves, tables_of
 
 SCORE, RETRIEVE = "/score", "/retrieve"
 RETRY_S = 30.0  # what failed for want of memory, or of a disk, may come right
@@ -44,7 +44,8 @@ class ServedModel:
         if self.retrieves:
             self.reader: RequestReader = scorer.request_reader(limits)  # type: ignore[attr-defined]
         else:
-            self.reader = RequestReader(scorer.columns, limits)
+            self.reader = RequestReader(scorer.columns, limits, tables=tables_of(scorer))
+        self.reader.count_ids = metrics.count_ids
         self.batcher = Batcher(scorer, batching, metrics)
         self.num_held = 0
         self.released = asyncio.Event()

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.config.columns import ColumnsConfig
 from pipeline.config.registry import from_extra
 from pipeline.config.serving import SsdConfig
 from pipeline.data.read.value_index import NAMES
@@ -31,6 +32,7 @@ from pipeline.serving.artifact.raw_schema import RawFeature
 from pipeline.serving.artifact.task_quality import Calibration
 from pipeline.serving.scoring.dense_program import Program, load_program
 from pipeline.serving.scoring.lookup import MappedLookup, RamLookup, ServedFeature, ServedTable, TableLookup
+from pipeline.serving.scoring.scorer import FeatureTables
 
 if TYPE_CHECKING:
     from pipeline.serving.artifact.composed import ComposedTables
@@ -174,6 +176,14 @@ class ArtifactFiles:
         open_calibration = from_extra("open_calibration", CALIBRATION_FILE)
         calibration: Calibration = open_calibration(self.content(CALIBRATION_FILE), self.manifest)
         return calibration
+
+    def feature_tables(self, columns: ColumnsConfig) -> FeatureTables | None:
+        """Return the tables that fill some of the raw columns; None if there are none."""
+        if not self.manifest.feature_tables:
+            return None
+        open_tables = from_extra("open_feature_tables", "an artifact with feature tables")
+        tables: FeatureTables = open_tables(self, columns)
+        return tables
 
     def program(self, name: str = DENSE_FILE) -> Program:
         return load_program(self.content(name), storage.join(self._path, name))

@@ -30,7 +30,7 @@ from pipeline.serving.scoring.dense_program import DenseProgram, Program, load_c
 from pipeline.serving.scoring.encoded import Encoded
 from pipeline.serving.scoring.lookup import TableLookup, select_features
 from pipeline.serving.scoring.raw_rows import RowEncoder
-from pipeline.serving.scoring.scorer import AnyRows, JoinedRows, UserItems
+from pipeline.serving.scoring.scorer import AnyRows, FeatureTables, JoinedRows, UserItems
 from pipeline.serving.scoring.user_items import LayerInputs, UserFeatures, join_inputs
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ class Predictor:
         self.manifest, self.encoder, self.lookup = manifest, encoder, lookup
         self.program, self._composed = program, composed
         self.calibration: Calibration | None = None
+        self.feature_tables: FeatureTables | None = None
         self._keys = [feature.name for feature in encoder.schema.features]
         self.applied: Delta | None = None  # the newest one
         self._num_ids = {feature.name: feature.cardinality for feature in encoder.schema.features}
@@ -148,6 +149,7 @@ class Predictor:
             program = load_compiled(files.checked(COMPILED_FILE)) if compiled else files.program()
             predictor = cls(manifest, RowEncoder(manifest.schema, vocabularies), lookup, program, files.composed())
             predictor.calibration = files.calibration()
+            predictor.feature_tables = files.feature_tables(predictor.columns)
             predictor._try()
         return predictor
 
@@ -257,10 +259,13 @@ class Predictor:
 
     def score(self, rows: AnyRows) -> Scored:
         """Score raw columns without a label: a table, lists of schema_of(self.columns), or a user
-        with items, whose features are encoded and looked up once.
+        with items, whose features are encoded and looked up once. The artifact's feature tables fill
+        columns that the rows lack.
 
         Raises ServingError if a column is missing, or of a wrong type.
         """
+        if self.feature_tables is not None:
+            rows = self.feature_tables.fill(rows)
         # A new thread has OMP's default number of threads until this call gives it set_num_threads' number.
         torch.get_num_threads()
         scores = np.full((rows.num_rows, *self._width), np.nan, np.float32)

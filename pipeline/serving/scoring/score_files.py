@@ -28,7 +28,15 @@ from pipeline.data.raw.source import unchanged
 from pipeline.runtime.errors import ServingError
 from pipeline.runtime.logs import get_logger, progress
 from pipeline.runtime.storage import atomic, storage
-from pipeline.serving.scoring.scorer import Scorer, has_scores, output_of, refused_rows
+from pipeline.serving.scoring.scorer import (
+    Scorer,
+    asked_columns,
+    has_scores,
+    output_of,
+    refused_rows,
+    schema_of,
+    tables_of,
+)
 
 PROGRESS = "progress.json"
 ROWS_PER_ROW_GROUP = 1 << 18
@@ -219,6 +227,19 @@ def layout_of_file(source: Source, kind: str, columns: ColumnsConfig, id_columns
     return replace(layout, header=header, carried=tuple(id_columns))
 
 
+def columns_in(source: Source, kind: str, job: PredictJob, scorer: Scorer) -> ColumnsConfig:
+    """Return the columns to read from a file: without columns that it lacks and a feature table has."""
+    read, asked = scorer.columns, asked_columns(scorer)
+    tables, form = tables_of(scorer), find_format(kind)
+    if tables is None or form.columns is not None:
+        return read
+    nothing = form.layout(kind, ColumnsConfig(label="")).written(job.delimiter, job.encoding, job.quotes)
+    reader, names = open_source(nothing, source, 1 << 16)
+    with reader:
+        optional = tables.fillable(names).union(set(schema_of(asked).names).difference(schema_of(read).names))
+        return asked.without(optional.difference(names))
+
+
 def open_sources(sources: list[Source], layouts: list[Layout], reserved: tuple[str, ...]) -> list[OpenedSource]:
     """Check the columns of every source before any row is scored. Raises ServingError."""
     opened: list[OpenedSource] = []
@@ -260,7 +281,9 @@ def score_sources(
     """
     kind, fields = staged.progress.subject["format"], output_of(scorer).fields
     layouts = [
-        layout_of_file(source, kind, scorer.columns, job.id_columns).written(job.delimiter, job.encoding, job.quotes)
+        layout_of_file(source, kind, columns_in(source, kind, job, scorer), job.id_columns).written(
+            job.delimiter, job.encoding, job.quotes
+        )
         for source in sources
     ]
     opened = open_sources(sources, layouts, (FILE, ROW, *(field.name for field in fields)))

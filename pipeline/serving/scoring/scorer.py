@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
@@ -104,6 +104,7 @@ class JoinedRows:
         return concat_rows([with_text(table, names).select(names) for table in tables])
 
 
+MAX_DIVISIONS = 16  # divisions of the columns into columns of users and of items, which are kept
 AnyRows: TypeAlias = Rows | UserItems | JoinedRows
 
 
@@ -141,6 +142,43 @@ def concat_rows(parts: Sequence[Rows]) -> Rows:
         return pa.concat_tables(tables)
     columns = [list(chain.from_iterable(columns)) for columns in zip(*(part.columns for part in lists), strict=True)]
     return ColumnLists(lists[0].schema, columns, sum(part.num_rows for part in lists))
+
+
+LeftOut: TypeAlias = Mapping[str, Sequence[int]]  # column -> numbers of the rows that have no value in it
+CountIds: TypeAlias = Callable[
+    [str, int, int], None
+]  # key, ids that were looked up, those among them that were not found
+Filled = TypeVar("Filled", bound=AnyRows)
+
+
+class FeatureTables(Protocol):
+    """Tables of raw columns by id. Several threads may use them."""
+
+    def asked(self, columns: ColumnsConfig) -> ColumnsConfig:
+        """Return `columns`, and the ids that a request may have in addition."""
+        ...
+
+    def fillable(self, names: Collection[str]) -> set[str]:
+        """Return the columns that rows may leave out if they have the columns `names`."""
+        ...
+
+    def fill(self, rows: Filled, left_out: LeftOut | None = None, count: CountIds | None = None) -> Filled:
+        """Return the rows with the columns that they lack and their ids determine. An unknown id has missing
+        values. left_out: cells of columns that the rows have, which are filled too.
+        """
+        ...
+
+
+def tables_of(scorer: object) -> FeatureTables | None:
+    """Return the feature tables of a scorer; None if it has none."""
+    tables: FeatureTables | None = getattr(scorer, "feature_tables", None)
+    return tables
+
+
+def asked_columns(scorer: Scorer) -> ColumnsConfig:
+    """Return the columns that a request may have."""
+    tables = tables_of(scorer)
+    return scorer.columns if tables is None else tables.asked(scorer.columns)
 
 
 SCORE = "score"

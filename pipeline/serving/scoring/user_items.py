@@ -21,9 +21,7 @@ from pipeline.data.raw.blocks import QuarantinedRow
 from pipeline.runtime.errors import ServingError, did_you_mean
 from pipeline.serving.scoring.lookup import with_empty_bags
 from pipeline.serving.scoring.raw_rows import EncodedRows, RowEncoder
-from pipeline.serving.scoring.scorer import ColumnLists, UserItems, as_table, names_of, schema_of
-
-MAX_DIVISIONS = 16  # divisions of the columns into columns of users and of items, which are kept
+from pipeline.serving.scoring.scorer import MAX_DIVISIONS, ColumnLists, UserItems, as_table, names_of, schema_of
 
 
 @dataclass(frozen=True)

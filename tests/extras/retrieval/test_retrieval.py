@@ -14,13 +14,14 @@ from typing import Any
 
 import httpx
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from examples.retrieve import retrieve
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.evaluate import ExportJob, PredictJob
-from pipeline.config.serving import RetrievalConfig
+from pipeline.config.serving import LimitsConfig, RetrievalConfig
 from pipeline.extras.retrieval.index import index_class
 from pipeline.extras.retrieval.queries import Wish
 from pipeline.extras.retrieval.retriever import Retriever
@@ -52,6 +53,21 @@ def exported(user_item_run: TrainSummary, tmp_path_factory: pytest.TempPathFacto
         return _export(user_item_run.run_dir, folder / "artifact", "precision=fp32")
 
     return made_once(tmp_path_factory, "retrieval", make)
+
+
+@pytest.mark.long
+def test_users_are_filled_from_a_feature_table(user_item_run: TrainSummary, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"user_id": ["7", "8"], "user_group": ["3", "1"]}), tmp_path / "users.parquet")
+    words = [f"feature_tables.user_id={tmp_path}/users.parquet", "precision=fp32"]
+    retriever = Retriever.load(_export(user_item_run.run_dir, tmp_path / "artifact", *words).artifact)
+    body = b'{"rows": [{"user_id": 7}, {"user_id": "8", "user_group": "2"}], "k": 5}'
+    found = retriever.score(retriever.request_reader(LimitsConfig()).read(body, "application/json"))
+    full = pa.table({"user_id": ["7", "8"], "user_group": ["3", "2"]})
+    wanted = retriever.retrieve(full, [(2, Wish(5))]).scores
+    assert [each.positions.tolist() for each in found.scores] == [each.positions.tolist() for each in wanted]
+    assert [each.scores.tobytes() for each in found.scores] == [each.scores.tobytes() for each in wanted]
+    by_id = retriever.user.score(pa.table({"user_id": ["7"]})).scores
+    assert by_id.tobytes() == retriever.user.score(full.slice(0, 1)).scores.tobytes()
 
 
 @pytest.fixture(scope="module")
