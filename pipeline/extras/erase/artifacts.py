@@ -1,5 +1,5 @@
 """Erase a value from an artifact and its deltas: no vocabulary names it, its row holds the numbers of the unknown
-value's row, and a retriever does not find it.
+value's row, a retriever does not find it, and no feature table has it.
 
 Every other byte that scores depend on stays. The artifact's version changes, so its deltas, each of which names the
 version and the SHA-256 of the one before, get new manifests. The certificate keeps what was measured at the export;
@@ -19,8 +19,12 @@ import pyarrow.compute as pc
 
 from pipeline.config.serving import RetrievalConfig
 from pipeline.extras.erase.folders import EraseError, Rewritten
+from pipeline.extras.erase.plain_files import without_value
+from pipeline.extras.erase.scan import holds
 from pipeline.extras.erase.steps import check_alone
 from pipeline.extras.erase.target import Target
+from pipeline.extras.feature_tables.export import sorted_by_hash
+from pipeline.extras.feature_tables.tables import stored_batch
 from pipeline.extras.retrieval.index import index_class
 from pipeline.extras.serving_log.replay import ERASED_VERSIONS
 from pipeline.runtime.storage import storage
@@ -57,16 +61,38 @@ def erase_from_artifact(target: Target, folder: Rewritten, below: str = "", delt
     """Erase the value from the artifact in the folder `below`, and from its deltas. Return whether it had the value."""
     path = os.path.join(folder.path, below)
     manifest = read_manifest(path)
-    features = {each.name: each for each in manifest.schema.features}
-    if target.feature not in features:
+    files = ArtifactFiles(path, manifest, verify=True)
+    entries = dict(manifest.files)
+    was_in_tables = _erase_from_feature_tables(target, folder, below, files, entries)
+    row_id, unknown = _erase_from_model(target, folder, below, deltas, files, entries)
+    if row_id is None and not was_in_tables:
         return False
+    lineage = {
+        **manifest.lineage, LINEAGE: int(manifest.lineage.get(LINEAGE, 0)) + 1,
+        ERASED_VERSIONS: [*manifest.lineage.get(ERASED_VERSIONS, []), manifest.version],
+    }  # fmt: skip
+    after = replace(manifest, files=entries, lineage=lineage)
+    if manifest.retrieval is not None and row_id is not None:
+        after = _without_item(target, folder, below, files, after)
+    check_still_signed(os.path.join(path, MANIFEST))
+    storage.publish_text(os.path.join(folder.staged, below, MANIFEST), after.to_text())
+    _erase_from_deltas(target, folder, below, deltas, manifest, after, row_id, unknown)
+    return True
+
+
+def _erase_from_model(
+    target: Target, folder: Rewritten, below: str, deltas: str, files: ArtifactFiles, entries: dict[str, FileEntry]
+) -> tuple[int | None, dict[int, bytes]]:
+    """Erase the value from vocabularies and tables. Return its row, None if it has none, and for each table in which it
+    had one the row of unknown values."""
+    manifest = files.manifest
+    features = {each.name: each for each in manifest.schema.features}
+    if target.feature not in features or features[target.feature].hash_size is not None:
+        return None, {}  # of hashed ids the model's step or data set, if given, says why
     names = {
         name for name, each in features.items() if target.feature in (name, each.sequence and each.sequence.shares)
     }
-    if features[target.feature].hash_size is not None:
-        return False  # the model's step or data set, if given, says why
-    files = ArtifactFiles(path, manifest, verify=True)
-    row_id, entries, emptied = None, dict(manifest.files), {}
+    row_id, emptied = None, {}
     for name in sorted(names):
         file = manifest.vocabularies[name]
         vocabulary = files.vocabulary(file)
@@ -74,10 +100,10 @@ def erase_from_artifact(target: Target, folder: Rewritten, below: str = "", delt
         if at >= 0:
             row_id = int(vocabulary["id"][at].as_py())
             emptied[file] = (vocabulary, at)
-    new_values = _added(path, folder, deltas, manifest, target)
+    new_values = _added(os.path.join(folder.path, below), folder, deltas, manifest, target)
     row_id = new_values.get(target.feature, row_id)
     if row_id is None:
-        return False
+        return None, {}
     for file, (vocabulary, at) in emptied.items():
         left = pa.concat_tables([vocabulary.slice(0, at), vocabulary.slice(at + 1)])
         if not left.num_rows:  # a vocabulary is never empty
@@ -90,20 +116,32 @@ def erase_from_artifact(target: Target, folder: Rewritten, below: str = "", delt
         for name, number in manifest.features
         if _whole(name, manifest) in names
     }
-    unknown = {}
-    for number, table in tables.items():
-        unknown[number] = _erase_row(target, folder, below, files, table, row_id, entries)
-    lineage = {
-        **manifest.lineage, LINEAGE: int(manifest.lineage.get(LINEAGE, 0)) + 1,
-        ERASED_VERSIONS: [*manifest.lineage.get(ERASED_VERSIONS, []), manifest.version],
-    }  # fmt: skip
-    after = replace(manifest, files=entries, lineage=lineage)
-    if manifest.retrieval is not None:
-        after = _without_item(target, folder, below, files, after)
-    check_still_signed(os.path.join(path, MANIFEST))
-    storage.publish_text(os.path.join(folder.staged, below, MANIFEST), after.to_text())
-    _erase_from_deltas(target, folder, below, deltas, manifest, after, row_id, unknown)
-    return True
+    unknown = {
+        number: _erase_row(target, folder, below, files, table, row_id, entries) for number, table in tables.items()
+    }
+    return row_id, unknown
+
+
+def _erase_from_feature_tables(
+    target: Target, folder: Rewritten, below: str, files: ArtifactFiles, entries: dict[str, FileEntry]
+) -> bool:
+    """Remove the rows of the value, and the value from other columns of its feature. Return whether a table had it."""
+    found = False
+    for key, file in files.manifest.feature_tables.items():
+        stored = pa.Table.from_batches([stored_batch(files, key, file)])
+        columns = {target.feature, *target.sharing}.intersection(stored.column_names)
+        if not any(holds(target, name, stored[name]) for name in columns):
+            continue
+        table = stored.filter(pc.not_equal(stored[key], target.value)) if key == target.feature else stored
+        if not table.num_rows:  # a feature table is never empty
+            table = sorted_by_hash(key, pa.array([target.tombstone(0)], pa.large_string()), pa.table({}))
+            nothing = [pa.nulls(1, field.type) for field in stored.schema][2:]
+            table = pa.table([*table.columns, *nothing], names=stored.column_names)
+        for name in columns - {key}:
+            table = without_value(target, table, name)
+        entries[file] = write_arrow(folder.new(os.path.join(below, file)), table.combine_chunks(), is_mapped=True)
+        found = True
+    return found
 
 
 def _whole(feature: str, manifest: Manifest) -> str:
@@ -187,10 +225,10 @@ def _added(path: str, folder: Rewritten, deltas: str, manifest: Manifest, target
 
 
 def _erase_from_deltas(
-    target: Target, folder: Rewritten, below: str, deltas: str, before: Manifest, after: Manifest, row_id: int,
+    target: Target, folder: Rewritten, below: str, deltas: str, before: Manifest, after: Manifest, row_id: int | None,
     unknown: dict[int, bytes],
 ) -> None:  # fmt: skip
-    """Rewrite the chain of deltas: rows of the value get the unknown row of the artifact."""
+    """Rewrite the chain of deltas: rows of the value get the unknown row of the artifact. row_id None: no row has it."""
     at = os.path.join(folder.path, deltas)
     if not os.path.isdir(at):
         return
@@ -207,7 +245,7 @@ def _erase_from_deltas(
             target.add_row(rows[own[0]].tobytes(), unknown[change.table])
             rows[own] = np.frombuffer(unknown[change.table], np.uint8)
             files[change.values] = write_blocks(folder.new(os.path.join(deltas, name, change.values)), [rows.tobytes()])
-        if VALUES_FILE in files:
+        if VALUES_FILE in files and row_id is not None:
             added = values_from_bytes(delta.content(VALUES_FILE), before)
             tombstone = target.tombstone(row_id)
             kept = {

@@ -65,15 +65,21 @@ def _write_parquet(target: Target, path: str, staged: str) -> bool:
 
 def _without_shared(target: Target, table: pa.Table) -> pa.Table:
     for name in target.sharing.intersection(table.column_names):
-        if holds(target, name, table[name]):
-            field = table.schema.field(name)
-            cells = [
-                [None if target.is_value(each) else each for each in cell]
-                if isinstance(cell, list) else None if target.is_value(cell) else cell
-                for cell in table[name].to_pylist()
-            ]  # fmt: skip
-            table = table.set_column(table.column_names.index(name), field, pa.array(cells, field.type))
+        table = without_value(target, table, name)
     return table
+
+
+def without_value(target: Target, table: pa.Table, name: str) -> pa.Table:
+    """Replace the value by a missing value in the cells and lists of a column."""
+    if not holds(target, name, table[name]):
+        return table
+    field = table.schema.field(name)
+    cells = [
+        [None if target.is_value(each) else each for each in cell]
+        if isinstance(cell, list) else None if target.is_value(cell) else cell
+        for cell in table[name].to_pylist()
+    ]  # fmt: skip
+    return table.set_column(table.column_names.index(name), field, pa.array(cells, field.type))
 
 
 def _write_text(target: Target, path: str, staged: str) -> bool:

@@ -166,6 +166,8 @@ def _values_of_others(target: Target, places: Places) -> set[str]:
             files = others.setdefault((feature.sequence and feature.sequence.shares) or feature.name, set())
             if feature.name in manifest.vocabularies:
                 files.add(os.path.join(folder, manifest.vocabularies[feature.name]))
+        for key in manifest.feature_tables:  # ids that the model may not read
+            others.setdefault(key, set())
         if manifest.retrieval is not None:
             others.setdefault(manifest.retrieval.item_feature, set()).add(os.path.join(folder, ITEM_VALUES))
     own = others.pop(target.feature, set())

@@ -143,6 +143,10 @@ def test_no_byte_of_the_user_stays_and_nobody_else_moves(world: Path) -> None:
             after = scores_of(world / path, [*NAMES, "nobody"])
             assert (after[5:] == before[path][5:]).all() and (after[:5] == after[-5:]).all()
             assert (after[:5] != before[path][:5]).any()
+            tables = Predictor.load(str(world / path)).feature_tables
+            assert tables is not None
+            filled = tables.fill(pa.table({"user": [USER, NAMES[1], NAMES[23]]}))
+            assert filled["price"].to_pylist() == [None, 1 / 24, 23 / 24]
         registry = Registry(str(world / "registry"))
         assert [registry.verify(version)[0] for version in registry.versions()] == ["", ""]
         folder = str(world / "run/checkpoints")

@@ -60,7 +60,11 @@ def _make_world(folder: Path) -> Path:
     ]  # fmt: skip
     prepare(load_config(PrepareJob, [*data, f"source={folder}/rows.parquet", "threads=1"]))
     train_to(folder, 15)
-    export(load_config(ExportJob, [f"run={folder}/run", f"output={folder}/artifact", "precision=int8", *LIMITS]))
+    logs = folder / "logs"
+    logs.mkdir()
+    pq.write_table(pa.table({"user": NAMES, "price": np.arange(24) / 24}), logs / "users.parquet")
+    words = ["precision=int8", f"feature_tables.user={logs}/users.parquet", *LIMITS]
+    export(load_config(ExportJob, [f"run={folder}/run", f"output={folder}/artifact", *words]))
     registry = Registry(f"{folder}/registry")
     run = finished_run(f"{folder}/run")
     for key in ("older", "newer"):
@@ -69,8 +73,6 @@ def _make_world(folder: Path) -> Path:
         promote(registry, Ledger(registry.path), candidate, None, lambda: None)
     train_to(folder, 20)
     publish(load_config(PublishJob, [f"artifact={folder}/registry"]), find_artifact)
-    logs = folder / "logs"
-    logs.mkdir()
     request = {"user": USER, "item": "i3", "score": 0.25}
     lines = "".join(json.dumps({**request, "user": name}) + "\n" for name in (USER, NAMES[1], USER))
     (logs / "requests.jsonl").write_text(lines)
