@@ -23,13 +23,9 @@ logger = get_logger(__name__)
 class ChallengerSlot(ModelSlot):
     """A slot that may be empty. share: the share in canary.json; 0 for an artifact's folder."""
 
-    def __init__(self, artifact: str, server: ServerParts) -> None:
-        def find() -> FoundArtifact:
-            found = self.find_challenger()
-            if found is None:
-                raise ServingError("the canary has ended")
-            return found
+    what = "challenger"
 
+    def __init__(self, artifact: str, server: ServerParts) -> None:
         def load(found: FoundArtifact) -> Scorer:
             scorer = server.load(found)
             if retrieves(scorer):
@@ -37,7 +33,7 @@ class ChallengerSlot(ModelSlot):
             return scorer
 
         metrics = ServerMetrics(f"{PREFIX}_challenger", server.metrics.registry)
-        super().__init__(find, load, server.batching, server.limits, metrics)
+        super().__init__(self.find_challenger, load, server.batching, server.limits, metrics)
         self._artifact, self.share = artifact, 0.0
         self._checking = asyncio.Lock()
 
@@ -66,19 +62,14 @@ class ChallengerSlot(ModelSlot):
 
     async def check(self) -> None:
         async with self._checking:  # else two of them could load two models
-            await self._check()
+            await super().check()
 
-    async def _check(self) -> None:
-        try:
-            found = await asyncio.to_thread(self.find_challenger)
-        except Exception as error:  # half-way through being replaced, or a store that cannot be reached
-            self._warn_once(f"cannot find the challenger: {error}")
-            return
+    async def follow(self, found: FoundArtifact | None) -> None:
         refused, when = self._refused
         if found is None:
             await self._drop()
         elif self.is_loaded:
-            await super().check()
+            await super().follow(found)
         elif found.key != refused or time.monotonic() - when >= RETRY_S:
             await self._load_first(found)
 

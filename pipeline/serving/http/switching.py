@@ -68,9 +68,11 @@ def try_out(scorer: Scorer) -> None:
 class ModelSlot:
     """The model that serves. All methods run on one event loop, except load() and find()."""
 
+    what = "artifact to serve"
+
     def __init__(
         self,
-        find: Callable[[], FoundArtifact],
+        find: Callable[[], FoundArtifact | None],
         load: Callable[[FoundArtifact], Scorer],
         batching: BatchingConfig,
         limits: LimitsConfig,
@@ -119,9 +121,14 @@ class ModelSlot:
         try:
             found = await asyncio.to_thread(self._find)
         except Exception as error:  # half-way through being replaced, or a store that cannot be reached
-            self._warn_once(f"cannot find the artifact to serve: {error}")
+            self._warn_once(f"cannot find the {self.what}: {error}")
             return
         self._said = ""
+        await self.follow(found)
+
+    async def follow(self, found: FoundArtifact | None) -> None:
+        """Switch to an artifact, or apply its new deltas if it serves already."""
+        assert found is not None, "only a slot that may be empty finds none"
         refused, when = self._refused
         if found.key == self.model.key:
             await self._follow_deltas(found)

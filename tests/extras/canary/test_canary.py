@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime
@@ -13,18 +15,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from benchmarks.canary import PLANTED, decisions, measure, pairs_of, registry_of
+from benchmarks.canary import PLANTED, decisions, load, measure, pairs_of, registry_of
 from benchmarks.serving_artifacts import DENSE, SPARSE, Shape, write_artifact
 from pipeline.cli.command_line import load_config
 from pipeline.config.jobs.evaluate import ServeJob
 from pipeline.config.jobs.retrain import RetrainJob
 from pipeline.config.retraining import GateConfig
+from pipeline.config.serving import BatchingConfig, LimitsConfig
 from pipeline.extras.canary.cli.canary import canary
 from pipeline.extras.canary.config import CanaryJob
 from pipeline.extras.canary.evaluate import decide, labelled_rows
 from pipeline.extras.canary.pair_log import PairLog, Pairs, read_pairs
-from pipeline.extras.canary.pointer import CanaryFile
+from pipeline.extras.canary.pointer import CanaryFile, CanaryPointer
 from pipeline.extras.canary.router import is_in_share, key_of
+from pipeline.extras.canary.slot import ChallengerSlot
 from pipeline.extras.pages.registry_page import render_registry
 from pipeline.retraining import challenge
 from pipeline.retraining.challenge import Outcome
@@ -38,6 +42,7 @@ from pipeline.runtime.storage import storage
 from pipeline.runtime.storage.manifest import seal_manifest
 from pipeline.runtime.storage.signature import Purpose
 from pipeline.serving.http.batching import Scores, ServerMetrics
+from pipeline.serving.http.routing import ServerParts
 from pipeline.serving.scoring.predictor import Predictor
 from pipeline.serving.scoring.scorer import ColumnLists, UserItems
 from tests.retraining.runs import candidate, finished
@@ -238,6 +243,37 @@ def test_retrain_starts_its_challenger_as_canary_and_waits_until_it_is_decided(
     record = next(tick.ledger.newest())
     assert (record.state, record.window, record.version) == ("promoted", "w1", "v000002")
     assert "canary" not in tick.run().note
+
+
+def test_a_canary_that_ends_during_a_check_of_the_server_ends_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = registry_of(tmp_path, 2)
+    file, read = CanaryFile(registry.path), CanaryFile.read
+    started = file.start(registry, "v000002", 0.5)
+
+    def read_and_end(self: CanaryFile) -> CanaryPointer:
+        pointer = read(self)
+        if pointer.version is not None and slot.is_loaded:
+            monkeypatch.setattr(CanaryFile, "read", read)
+            file.stop("promoted")
+        return pointer
+
+    async def serve() -> None:
+        await slot.check()
+        monkeypatch.setattr(CanaryFile, "read", read_and_end)
+        await slot.check()  # the canary ends after this check has read the pointer
+        assert slot.is_loaded and file.read().number == started.number + 1
+        await slot.check()
+        assert not slot.is_loaded
+
+    parts = ServerParts(None, load, BatchingConfig(), LimitsConfig(), ServerMetrics(), 1.0)  # type: ignore[arg-type]
+    slot = ChallengerSlot(registry.path, parts)
+    with caplog.at_level(logging.INFO, logger="pipeline"):
+        asyncio.run(serve())
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", f"challenger v000002 {each}") for each in ("serves now", "serves no longer")
+    ]
 
 
 def test_wrong_settings_are_refused_before_anything_is_loaded() -> None:
