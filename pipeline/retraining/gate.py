@@ -141,9 +141,10 @@ def _enough_rows(challenger: Scores, config: GateConfig) -> Finding:
 
 def _calibration(challenger: Scores, config: GateConfig) -> Finding:
     value, low, high = challenger.calibration, config.calibration_min, config.calibration_max
-    text = f"calibration {value:.4f} is not within {low:g} to {high:g}"
+    is_within = low <= value <= high
+    text = f"calibration {value:.4f} is {'' if is_within else 'not '}within {low:g} to {high:g}"
     bound = (low, "at least") if abs(value - low) < abs(value - high) else (high, "at most")
-    return Finding("calibration", low <= value <= high, value, bound[0], text, bound[1])
+    return Finding("calibration", is_within, value, bound[0], text, bound[1])
 
 
 def _absolute_ne(challenger: Scores, config: GateConfig) -> Finding:
