@@ -261,6 +261,7 @@ class Tick:
                     version = publish(self.registry, candidate, self._fence)
                     offer = from_extra("offer_canary", "registry.canary_share")
                     promoted = offer(self.registry, version, record, share)
+                    self.registry.prune(self.job.registry.keep)
             except PinnedError as error:
                 return f"window {window.name} waits: {error}"
             self._note(promoted)

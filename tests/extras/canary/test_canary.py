@@ -212,7 +212,7 @@ def test_a_canary_is_started_once_and_not_of_the_champion(tmp_path: Path) -> Non
 def test_retrain_starts_its_challenger_as_canary_and_waits_until_it_is_decided(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    registry = registry_of(tmp_path, 1)
+    registry = registry_of(tmp_path, 4)
     Ledger(registry.path).append(Record(ADDED, version="v000001"))
     (tmp_path / "source" / "dt=2026-11-20").mkdir(parents=True)
     words = [
@@ -221,7 +221,7 @@ def test_retrain_starts_its_challenger_as_canary_and_waits_until_it_is_decided(
         f"registry.path={registry.path}",
         f"run_dir={tmp_path}",
     ]
-    tick = Tick(load_config(RetrainJob, [*words, "registry.canary_share=0.2"]), None, [])  # type: ignore[arg-type]
+    tick = Tick(load_config(RetrainJob, [*words, "registry.canary_share=0.2", "registry.keep=2"]), None, [])  # type: ignore[arg-type]
     made = tmp_path / "artifact"
     made.mkdir()
     (made / "manifest.json").write_text(seal_manifest({"files": {}, "lineage": {}}, Purpose.ARTIFACT))
@@ -236,12 +236,13 @@ def test_retrain_starts_its_challenger_as_canary_and_waits_until_it_is_decided(
     assert tick._work_on(window, window, registry.pointer()) == ""
     canary_now, pointer = CanaryFile(registry.path).read(), registry.pointer()
     assert pointer is not None
-    assert (canary_now.version, canary_now.share, pointer.version) == ("v000002", 0.2, "v000001")
+    assert (canary_now.version, canary_now.share, pointer.version) == ("v000005", 0.2, "v000001")
+    assert registry.names() == ["v000001", "v000004", "v000005"]  # the champion and the newest two
     assert next(tick.ledger.newest()).state == "offered"
-    assert "v000002 is the canary" in tick.run().note
+    assert "v000005 is the canary" in tick.run().note
     canary(CanaryJob(registry=registry.path, command="promote"))
     record = next(tick.ledger.newest())
-    assert (record.state, record.window, record.version) == ("promoted", "w1", "v000002")
+    assert (record.state, record.window, record.version) == ("promoted", "w1", "v000005")
     assert "canary" not in tick.run().note
 
 
