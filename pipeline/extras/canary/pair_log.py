@@ -128,6 +128,7 @@ class PairLog:
         self._rows: list[Pairs] = []
         self._compared: deque[tuple[float, float]] = deque(maxlen=COMPARED)
         self._versions = ("", "")  # of the compared pairs, without deltas
+        self._is_new = False  # there are pairs that were not compared yet
         self._said_at, self._failed_as = time.monotonic(), ""
         self._failures = Counter(f"{prefix}_failures", "Requests that the challenger failed at", registry=registry)
         self.dropped = Counter(f"{prefix}_shadow_drops", "Shadow requests that did not fit", registry=registry)
@@ -145,6 +146,7 @@ class PairLog:
         if versions != self._versions:
             self._compared.clear()
             self._versions = versions
+        self._is_new = True
         self._shadows.inc(len(pairs.champion_scores))
         for pair in zip(pairs.champion_scores.tolist(), pairs.challenger_scores.tolist(), strict=True):
             if np.isfinite(pair).all():
@@ -170,8 +172,9 @@ class PairLog:
             self._compare()
 
     def _compare(self) -> None:
-        if len(self._compared) < 2:
+        if len(self._compared) < 2 or not self._is_new:
             return
+        self._is_new = False
         champion, challenger = np.array(self._compared).T
         difference = float(np.abs(champion - challenger).mean())
         constant = np.ptp(champion) == 0 or np.ptp(challenger) == 0

@@ -160,6 +160,20 @@ def test_a_log_stays_within_its_size(tmp_path: Path) -> None:
     assert pq.read_table(tmp_path)["request_id"].to_pylist()[-1] == "r19"
 
 
+def test_a_comparison_is_logged_only_while_pairs_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pipeline.extras.canary.pair_log.SAY_EVERY_S", 0.0)
+    log = PairLog(None, 0, ServerMetrics().registry, "x")
+    with caplog.at_level(logging.INFO, logger="pipeline"):
+        log.add(Pairs.of_both("r", 1.0, *(Scores(np.array([0.25, 0.5], np.float32), [], each) for each in "ab")))
+        for _ in range(3):
+            log._compare()
+    assert [record.getMessage() for record in caplog.records] == [
+        "challenger b compared with a on 2 rows: mean difference 0.00000, rank correlation 1.0000"
+    ]
+
+
 def test_a_log_is_read_while_its_server_removes_the_oldest_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
