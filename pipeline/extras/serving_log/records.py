@@ -1,13 +1,13 @@
 """Define the messages from a server to the process that writes its log: what was answered, as msgpack.
 
-A message costs the server a few microseconds a request, because columns of values, scores and ids are
-sent as they are. The writing process makes rows of them.
+A request costs the server a few microseconds, because columns of values, scores and ids are sent as
+they are, and ids once for all requests of a batch. The writing process makes rows of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -46,19 +46,6 @@ class Model(msgspec.Struct, array_like=True, tag=True):
     schema: bytes
 
 
-class Request(msgspec.Struct, array_like=True):
-    """rows: the raw columns in the order of the schema, each a list of values, or an Arrow stream.
-    at_us: microseconds since 1970. refused: row and reason. scores: float32 [num_rows, tasks].
-    """
-
-    request_id: str
-    at_us: int
-    num_rows: int
-    rows: list[list[Any]] | bytes
-    refused: list[tuple[int, str]]
-    scores: bytes
-
-
 class CutBytes(msgspec.Struct, array_like=True):
     """A Cut with the bytes of its arrays."""
 
@@ -70,26 +57,48 @@ class CutBytes(msgspec.Struct, array_like=True):
     values: bytes
 
 
-class Requests(msgspec.Struct, array_like=True, tag=True):
-    """Requests that one model with one delta answered. cuts: what all their rows were encoded as."""
+class Batch(msgspec.Struct, array_like=True, tag=True):
+    """What rows were encoded as. The requests that follow, up to the next batch, have their rows in it."""
 
-    number: int
-    delta: int
-    requests: list[Request]
     cuts: list[CutBytes]
 
 
+class Request(msgspec.Struct, array_like=True, tag=True):
+    """A request. model: its number. delta: the last one applied. at_us: microseconds since 1970. begin: of its rows in the
+    batch. rows: the raw columns in the order of the schema, each a list of values, or an Arrow stream.
+    refused: row and reason. scores: float32 [num_rows, tasks].
+    """
+
+    model: int
+    delta: int
+    request_id: str
+    at_us: int
+    num_rows: int
+    begin: int
+    rows: list[list[Any]] | bytes
+    refused: list[tuple[int, str]]
+    scores: bytes
+
+
+class Requests(NamedTuple):
+    """Requests that follow each other, answered by one model, with the batch that has their rows."""
+
+    batch: Batch
+    requests: list[Request]
+
+
+Message: TypeAlias = Model | Batch | Request
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Model | Requests)
+_decoder = msgspec.msgpack.Decoder(Message)
 
 
-def encode(message: Model | Requests) -> bytes:
+def encode(message: Message) -> bytes:
     """Return a message with its size. Raises ValueError or OverflowError for a value that it cannot hold."""
     body = _encoder.encode(message)
     return len(body).to_bytes(SIZE_BYTES, "little") + body
 
 
-def read_messages(buffer: bytearray) -> Iterator[Model | Requests]:
+def read_messages(buffer: bytearray) -> Iterator[Message]:
     """Yield the complete messages, and remove them from the buffer."""
     begin = 0
     while (start := begin + SIZE_BYTES) <= len(buffer):

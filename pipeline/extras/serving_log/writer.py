@@ -28,7 +28,17 @@ from numpy.typing import NDArray
 
 from pipeline.extras.serving_log import log_files
 from pipeline.extras.serving_log.log_files import ABOUT, IDS, SUFFIX, UNFINISHED, About, score_names
-from pipeline.extras.serving_log.records import Model, Report, Request, Requests, Settings, cut_of, read_messages
+from pipeline.extras.serving_log.records import (
+    Batch,
+    Message,
+    Model,
+    Report,
+    Request,
+    Requests,
+    Settings,
+    cut_of,
+    read_messages,
+)
 from pipeline.runtime.logs import configure_logging, get_logger
 from pipeline.runtime.process.processes import lower_priority
 from pipeline.runtime.storage.atomic import publish_file
@@ -125,15 +135,18 @@ def table_of(model: Model, sent: Sequence[Requests]) -> pa.Table:
     """Return requests that one model answered as rows of the log."""
     about, requests = model.about, [each for one in sent for each in one.requests]
     raw = _raw_rows(pa.ipc.read_schema(pa.py_buffer(model.schema)), requests)
-    cuts, before = [], 0
+    cuts, num_rows = [], 0
     for one in sent:
-        for sent_cut in one.cuts:
-            own = cut_of(sent_cut, len(about.features))
-            cuts.append(own._replace(kept=own.kept + before))
-        before += sum(each.num_rows for each in one.requests)
+        own = [cut_of(each, len(about.features)) for each in one.batch.cuts]
+        row_of = np.full(1 + max((int(each.kept[-1]) for each in own), default=-1), -1)  # of a row of the batch
+        for request in one.requests:
+            end = min(request.begin + request.num_rows, len(row_of))
+            row_of[request.begin : end] = np.arange(num_rows, num_rows + end - request.begin)
+            num_rows += request.num_rows
+        cuts += [each._replace(kept=row_of[each.kept]) for each in own]
     features = join(cuts, len(about.features))
-    numbers = np.full(raw.num_rows, -1)
-    numbers[features.kept] = np.arange(len(features.kept))
+    numbers, is_wanted = np.full(raw.num_rows, -1), features.kept >= 0
+    numbers[features.kept[is_wanted]] = np.flatnonzero(is_wanted)
     kept = pa.array(numbers, mask=numbers < 0)
     counts = np.array([each.num_rows for each in requests])
     begins = counts.cumsum() - counts
@@ -141,13 +154,12 @@ def table_of(model: Model, sent: Sequence[Requests]) -> pa.Table:
     for begin, each in zip(begins.tolist(), requests, strict=True):
         for row, reason in each.refused:
             reasons[begin + row] = reason
-    deltas = np.repeat([one.delta for one in sent], [len(one.requests) for one in sent])
     columns: dict[str, Any] = {
         log_files.REQUEST_ID: pa.array(np.repeat(np.array([each.request_id for each in requests], object), counts)),
         log_files.ROW: pa.array(np.arange(raw.num_rows) - np.repeat(begins, counts), pa.int32()),
         log_files.TIME: pa.array(np.repeat([each.at_us for each in requests], counts), pa.timestamp("us", tz="UTC")),
         log_files.ARTIFACT: pa.repeat(about.artifact, raw.num_rows),
-        log_files.DELTA: pa.array(np.repeat(deltas, counts), pa.int32()),
+        log_files.DELTA: pa.array(np.repeat([each.delta for each in requests], counts), pa.int32()),
         log_files.REASON: pa.array(reasons, pa.string()),
         log_files.BATCH_ROWS: pa.array(features.batch[:, 0], pa.int32()).take(kept),
         log_files.BATCH_ROW: pa.array(features.batch[:, 1], pa.int32()).take(kept),
@@ -192,17 +204,23 @@ class Collector:
     def __init__(self, files: LogWriter) -> None:
         self._files, self._table_s = files, min(TABLE_S, files.flush_s / 2)
         self._models: dict[int, Model] = {}
+        self._batch = Batch([])
         self._waiting: dict[int, list[Requests]] = {}
         self._num_rows, self._made = 0, time.monotonic()
 
-    def take(self, message: Model | Requests) -> None:
+    def take(self, message: Message) -> None:
         if isinstance(message, Model):
             self._models[message.number] = message
-            return
-        self._waiting.setdefault(message.number, []).append(message)
-        self._num_rows += sum(each.num_rows for each in message.requests)
-        if self._num_rows >= TABLE_ROWS:
-            self.make_tables()
+        elif isinstance(message, Batch):
+            self._batch = message
+        else:
+            waiting = self._waiting.setdefault(message.model, [])
+            if not waiting or waiting[-1].batch is not self._batch:
+                waiting.append(Requests(self._batch, []))
+            waiting[-1].requests.append(message)
+            self._num_rows += message.num_rows
+            if self._num_rows >= TABLE_ROWS:
+                self.make_tables()
 
     def make_tables_if_due(self) -> None:
         if time.monotonic() - self._made >= self._table_s:
@@ -218,10 +236,11 @@ class Collector:
         try:
             self._files.add(model.about, table_of(model, sent))
         except (ArithmeticError, ValueError, LookupError, TypeError) as error:
-            if len(sent) == 1:
-                self._files.lose(len(sent[0].requests), error)
+            parts = sent if len(sent) > 1 else [Requests(sent[0].batch, [each]) for each in sent[0].requests]
+            if len(parts) == 1:
+                self._files.lose(len(parts[0].requests), error)
                 return
-            for each in sent:  # values that no column can hold must not cost all requests their rows
+            for each in parts:  # values that no column can hold must not cost other requests their rows
                 self._add(model, [each])
 
 

@@ -7,8 +7,8 @@ A file registers settings, whose `make` returns the observer (`serve observers.<
     class CountClients:
         def make(self, metrics: ServerMetrics) -> Observer: ...
 
-The event loop only appends a request to a bounded queue. A thread for each observer hands the
-requests over. What does not fit into the queue is dropped and counted, and an observer that raises
+The event loop asks whether an observer wants a request, and appends it to a bounded queue. A thread
+for each observer hands the requests over. What does not fit into the queue is dropped and counted, and an observer that raises
 loses these requests, which are counted too: no answer is late or fails because of an observer.
 """
 
@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.runtime.logs import get_logger
 from pipeline.serving.http.batching import Asked, Scores, ServerMetrics
@@ -55,11 +55,13 @@ class Answered:
 class Observer(Protocol):
     """Gets answered requests."""
 
-    def wants(self, answered: Answered) -> bool:
-        """Return True for a request that take() shall get. Runs on the event loop: it must not wait."""
+    def wants(self, answered: Answered) -> object:
+        """Return True for a request that take() shall get, or what take() shall get instead of the
+        request. Runs on the event loop: it must not wait.
+        """
         ...
 
-    def take(self, answered: Sequence[Answered]) -> None:
+    def take(self, answered: Sequence[Any]) -> None:
         """Take requests in their order, at least every TAKE_S seconds, also if there are none. Runs
         on a thread of this observer.
         """
@@ -111,7 +113,7 @@ class _Watched:
         self._name, self._observer = name, observer
         self._drops = metrics.observer_drops.labels(name)
         self._failures = metrics.observer_failures.labels(name)
-        self._waiting: deque[Answered] = deque()
+        self._waiting: deque[tuple[Any, int]] = deque()  # what take() gets, and rows
         self._shown_rows = self._taken_rows = 0  # each is written by one thread
         self._end = threading.Event()
         self._said = ""
@@ -120,7 +122,7 @@ class _Watched:
 
     def show(self, answered: Answered) -> None:
         try:
-            if not self._observer.wants(answered):
+            if not (wanted := self._observer.wants(answered)):
                 return
         except Exception as error:
             self._fail(error, 1)
@@ -130,7 +132,7 @@ class _Watched:
             self._drops.inc()
             return
         self._shown_rows += num_rows
-        self._waiting.append(answered)
+        self._waiting.append((answered if wanted is True else wanted, num_rows))
 
     def _run(self) -> None:
         while not self._end.wait(TAKE_S):
@@ -144,10 +146,10 @@ class _Watched:
     def _take(self) -> None:
         taken = [self._waiting.popleft() for _ in range(len(self._waiting))]
         try:
-            self._observer.take(taken)
+            self._observer.take([each for each, _ in taken])
         except Exception as error:
             self._fail(error, len(taken))
-        self._taken_rows += sum(max(1, each.rows.num_rows) for each in taken)
+        self._taken_rows += sum(num_rows for _, num_rows in taken)
 
     def _fail(self, error: Exception, num_requests: int) -> None:
         self._failures.inc(num_requests)

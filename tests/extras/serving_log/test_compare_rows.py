@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,8 @@ import pytest
 
 from pipeline.data.dataset import SequenceFeature
 from pipeline.extras.serving_log.compare_rows import ColumnSkew, compare, explain, read_training_rows
-from pipeline.extras.serving_log.observers.log import model_of, requests_of
+from pipeline.extras.serving_log.observers.log import Packer
+from pipeline.extras.serving_log.records import Model, Requests, read_messages
 from pipeline.extras.serving_log.writer import table_of
 from pipeline.runtime.errors import DataError
 from pipeline.serving.artifact.raw_schema import RawFeature, RawSchema
@@ -67,13 +68,23 @@ def answered_requests() -> list[Answered]:
     part = Encoded(encoded.kept, encoded.dense, lambda: (encoded.values, encoded.offsets))
     manifest = SimpleNamespace(lineage={"name": "test"}, schema=SCHEMA)
     scorer: Any = SimpleNamespace(version="abc+2", columns=columns, tasks=(), manifest=manifest, program=None)
-    model: Any = SimpleNamespace(scorer=scorer)
+    model: Any = SimpleNamespace(scorer=scorer, retrieves=False)
     scores = np.linspace(0, 1, ROWS, dtype=np.float32)
     group = []
     for name, begin, end in (("first", 0, 20), ("second", 20, ROWS)):
         scored = Scores(scores[begin:end], [], "abc+2", (EncodedSpan([part], begin, end),))
         group.append(Answered(name, 1e9, table.slice(begin, end - begin), scored, model))
     return group
+
+
+def logged(group: Sequence[Answered]) -> tuple[Model, pa.Table]:
+    """What the process that writes the log makes of the messages of these requests."""
+    packer = Packer()
+    packed = [packer.pack(each) for each in group]
+    sent = [
+        Requests(*read_messages(bytearray(each.batch)), [*read_messages(bytearray(each.request))]) for each in packed
+    ]
+    return packed[0].model, table_of(packed[0].model, sent)
 
 
 def _change(name: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -102,9 +113,8 @@ PLANTED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, s
 
 @pytest.fixture(scope="module")
 def log() -> tuple[Any, pa.Table]:
-    group = answered_requests()
-    model = model_of(0, group[0].model)
-    return model.about, table_of(model, [requests_of(model, group)])
+    model, table = logged(answered_requests())
+    return model.about, table
 
 
 @pytest.mark.parametrize("planted", PLANTED)

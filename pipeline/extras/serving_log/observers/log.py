@@ -12,11 +12,12 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fcntl import F_SETPIPE_SZ, fcntl
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,7 +27,7 @@ from prometheus_client import Counter, Gauge
 
 from pipeline.config.registry import register
 from pipeline.extras.serving_log.log_files import PREFIX, About
-from pipeline.extras.serving_log.records import Model, Report, Request, Requests, Settings, cut_bytes, encode
+from pipeline.extras.serving_log.records import Batch, Model, Report, Request, Settings, cut_bytes, encode
 from pipeline.runtime.errors import ConfigError, check_above, check_at_least, check_given, check_within
 from pipeline.runtime.logs import get_logger
 from pipeline.serving.http.admission import ClientRates
@@ -35,10 +36,14 @@ from pipeline.serving.http.batching import ServerMetrics
 from pipeline.serving.http.observers import Answered
 from pipeline.serving.http.switching import ServedModel
 from pipeline.serving.scoring.dense_program import DenseProgram
+from pipeline.serving.scoring.encoded import Encoded, EncodedSpan
 from pipeline.serving.scoring.scorer import ColumnLists, UserItems, as_table, schema_of, score_columns
 
 WRITER = "pipeline.extras.serving_log.writer"
-SENT_ROWS = 16  # at once: the interpreter's lock is held about 0.2 ms, and then let go
+SMALL_ROWS = (
+    64  # of a request that the event loop handles, and of a batch that is sent whole, once for all its requests
+)
+SENT_REQUESTS = 256  # at once
 PIPE_BYTES = 1 << 20
 RESTART_S = 10.0
 logger = get_logger(__name__)
@@ -81,53 +86,107 @@ class LogSettings:
         return ServingLog(self, metrics)
 
 
+class Packed(NamedTuple):
+    """A request as the messages that are sent: its batch, which other requests may have too, and the request itself."""
+
+    model: Model
+    batch: bytes
+    request: bytes
+    num_rows: int
+
+
+class Packer:
+    """Makes messages of requests; of large ones also in another thread."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, Model] = {}  # by the version of the artifact
+        self._numbers = count()
+        self._parts: Sequence[Encoded] | None = None  # of the newest small batch, and its message
+        self._batch = b""
+
+    def pack(self, answered: Answered) -> Packed:
+        """Return the messages. Raises ArithmeticError, ValueError, LookupError or TypeError for values that cannot be sent."""
+        version, _, delta = answered.scored.version.partition("+")
+        if (model := self._models.get(version)) is None:
+            model = self._models.setdefault(version, model_of(next(self._numbers), answered.model))
+        scored, num_rows = answered.scored, answered.rows.num_rows
+        spans, begin = scored.encoded, 0
+        if num_rows <= SMALL_ROWS and len(spans) == 1 and sum(len(part.kept) for part in spans[0].parts) <= SMALL_ROWS:
+            (span,) = spans
+            begin = span.begin
+            if span.parts is not self._parts:
+                self._batch = encode(Batch(cut_bytes([EncodedSpan(span.parts, 0, sys.maxsize)])))
+                self._parts = span.parts
+            batch = self._batch
+        else:
+            batch = encode(Batch(cut_bytes(spans)))
+        request = Request(
+            model.number, int(delta or 0), answered.request_id, round(answered.at * 1e6), num_rows, begin,
+            _raw_rows(answered.rows, model.about.raw), [(row.row, row.reason) for row in scored.refused],
+            np.asarray(scored.scores, np.float32).tobytes(),
+        )  # fmt: skip
+        return Packed(model, batch, encode(request), num_rows)
+
+
 class ServingLog:
-    """The observer. wants() runs on the event loop, the other methods on one thread."""
+    """The observer. wants() runs on the event loop, the other methods on one thread.
+
+    The event loop makes the messages of small requests. If their objects wait for the thread, the garbage
+    collector runs more often, and the thread holds the interpreter's lock while other requests need it.
+    """
 
     def __init__(self, settings: LogSettings, metrics: ServerMetrics) -> None:
         self._threshold = round(settings.share * 2**32)
         self._rates = None if settings.requests_per_s is None else ClientRates(settings.requests_per_s)
         written = Settings(settings.folder, settings.rows_per_file, settings.flush_s, int(settings.max_gb * 2**30))
-        self._process = WriterProcess(written)
-        self._models: dict[str, Model] = {}  # version of the artifact -> what the process was told about it
+        self._process, self._packer = WriterProcess(written), Packer()
+        self._told: set[int] = set()  # models that the process knows
+        self._batch = b""  # the last one that was sent
         self._failures, registry = metrics.observer_failures.labels("log"), metrics.registry
         self._rows = Counter(f"{METRICS}_log_rows", "Rows given to the serving log", registry=registry)
         self._bytes = Gauge(f"{METRICS}_log_bytes", "Files of the serving log", registry=registry)
         self._removed = Counter(f"{METRICS}_log_removed_files", "Oldest files that were removed", registry=registry)
 
-    def wants(self, answered: Answered) -> bool:
+    def wants(self, answered: Answered) -> Packed | bool | None:
         if answered.model.retrieves or not answered.rows.num_rows:
             return False
         if zlib.crc32(answered.request_id.encode()) >= self._threshold:
             return False
-        return self._rates is None or not self._rates.take("")
+        if self._rates is not None and self._rates.take(""):
+            return False
+        return answered.rows.num_rows > SMALL_ROWS or self._pack(answered)
 
-    def take(self, answered: Sequence[Answered]) -> None:
-        self._count(self._process.new_report())
-        if answered and not self._process.is_running():
-            self._count(self._process.restart())
-            self._models = {}
-        for group in _groups(answered):
-            self._send(group)
-
-    def _send(self, group: Sequence[Answered]) -> None:
-        version = group[0].scored.version.partition("+")[0]
+    def _pack(self, answered: Answered) -> Packed | None:
         try:
-            model = self._models.get(version) or model_of(len(self._models), group[0].model)
-            message = encode(requests_of(model, group))
+            return self._packer.pack(answered)
         except (ArithmeticError, ValueError, LookupError, TypeError) as error:
-            if len(group) == 1:
-                self._failures.inc()
-                logger.warning("request %a is not logged: %s", group[0].request_id, " ".join(str(error).split())[:200])
-                return
-            for each in group:  # a value that cannot be sent must not cost other requests their rows
-                self._send([each])
-            return
-        if version not in self._models:
-            self._process.send(encode(model))
-            self._models[version] = model
-        self._process.send(message, len(group))
-        self._rows.inc(sum(each.rows.num_rows for each in group))
+            self._failures.inc()
+            logger.warning("request %a is not logged: %s", answered.request_id, " ".join(str(error).split())[:200])
+            return None
+
+    def take(self, taken: Sequence[Packed | Answered]) -> None:
+        self._count(self._process.new_report())
+        if taken and not self._process.is_running():
+            self._count(self._process.restart())
+            self._told, self._batch = set(), b""
+        for begin in range(0, len(taken), SENT_REQUESTS):
+            packed = (
+                each if isinstance(each, Packed) else self._pack(each) for each in taken[begin : begin + SENT_REQUESTS]
+            )
+            self._send([each for each in packed if each is not None])
+
+    def _send(self, packed: Sequence[Packed]) -> None:
+        messages = []
+        for each in packed:
+            if each.model.number not in self._told:
+                self._told.add(each.model.number)
+                messages.append(encode(each.model))
+            if each.batch is not self._batch:
+                self._batch = each.batch
+                messages.append(each.batch)
+            messages.append(each.request)
+        self._process.send(b"".join(messages), len(packed))
+        self._rows.inc(sum(each.num_rows for each in packed))
 
     def _count(self, report: Report) -> None:
         self._failures.inc(report.lost)
@@ -138,37 +197,9 @@ class ServingLog:
         self._process.close()
 
 
-def _groups(answered: Sequence[Answered]) -> Iterator[list[Answered]]:
-    """Yield about SENT_ROWS rows that one version of one model answered."""
-    group: list[Answered] = []
-    num_rows = 0
-    for each in answered:
-        is_other = group and (each.model is not group[0].model or each.scored.version != group[0].scored.version)
-        if is_other or num_rows >= SENT_ROWS:
-            yield group
-            group, num_rows = [], 0
-        group.append(each)
-        num_rows += each.rows.num_rows
-    if group:
-        yield group
-
-
 def model_of(number: int, model: ServedModel) -> Model:
     scorer = model.scorer
     return Model(number, _about(scorer), schema_of(scorer.columns).serialize().to_pybytes())
-
-
-def requests_of(model: Model, group: Sequence[Answered]) -> Requests:
-    requests = [
-        Request(
-            each.request_id, round(each.at * 1e6), each.rows.num_rows, _raw_rows(each.rows, model.about.raw),
-            [(row.row, row.reason) for row in each.scored.refused],
-            np.asarray(each.scored.scores, np.float32).tobytes(),
-        )
-        for each in group
-    ]  # fmt: skip
-    delta = int(group[0].scored.version.partition("+")[2] or 0)
-    return Requests(model.number, delta, requests, cut_bytes([span for each in group for span in each.scored.encoded]))
 
 
 def _raw_rows(rows: Any, names: Sequence[str]) -> Any:
