@@ -170,7 +170,9 @@ class _ShardWriter:
         recorder = None
         if self._features.stored_once:
             recorder = from_extra("record_joined", "data.joins")(self._recipe, item.path, self._schema)
-        with pq.ParquetWriter(staged, self._written, **PARQUET_OPTIONS) as out:
+        # Half of the bytes of a version are 0. If equal bytes are next to each other, LZ4 is twice as fast.
+        encodings = dict.fromkeys(self._features.stored_once, "BYTE_STREAM_SPLIT") or None
+        with pq.ParquetWriter(staged, self._written, column_encoding=encodings, **PARQUET_OPTIONS) as out:
             for table in in_row_groups(self._read(), self._recipe.config.rows_per_row_group):
                 out.write_table(table.select(self._written.names).cast(self._written))
                 if recorder is not None:

@@ -7,6 +7,7 @@ calls are fast, because each call releases the GIL and acquires it again.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -60,13 +61,12 @@ class SideColumns(Protocol):
         dense: NDArray[np.float32],
         one_hot: NDArray[np.signedinteger],
         lists: list[ListRows],
-        versions: NDArray[np.int32],
         present: NDArray[np.bool_],
-    ) -> tuple[NDArray[np.float32], NDArray[np.int64], list[ListRows]]:
+    ) -> tuple[NDArray[np.float32], NDArray[np.signedinteger], list[ListRows]]:
         """Return the columns of a batch together with columns of side tables, in the data set's order.
 
-        dense: [rows, columns], 0 for rows that are not `present`; one_hot: [features, present rows];
-        versions: [side tables, rows]. Rows that are not `present` get zeros and empty lists.
+        dense: [rows, columns], 0 for rows that are not `present`; one_hot: [features + side tables,
+        present rows], the last are versions. Rows that are not `present` get zeros and empty lists.
         """
 
 
@@ -90,9 +90,9 @@ class BatchAssembler:
         self.rows_per_stream = rows_per_stream
         self.batch_size = num_streams * rows_per_stream
         self._side_columns, own = side_columns, dataset.without_side_columns
-        self._num_dense, self._num_sides = len(own.dense_features), len(dataset.side_tables)
+        self._num_dense = len(own.dense_features)
         self._num_lists = sum(feature.multi_hot for feature in own.sparse_features)
-        self._num_one_hot = len(own.sparse_features) - self._num_lists
+        self._num_one_hot = len(own.sparse_features) - self._num_lists + len(dataset.side_tables)
         self.keys = dataset.sparse_feature_names
         self._columns: list[_Column] = []
         positions = {True: itertools.count(), False: itertools.count()}
@@ -102,15 +102,16 @@ class BatchAssembler:
         self._is_weighted = bool(dataset.weighted_features)
         self._all_one_hot = all(column.size == 1 and not column.is_list for column in self._columns)
 
-    def assemble(self, pieces: list[Piece], num_steps: int) -> list[Batch]:
-        """Return the batches of `num_steps` steps. Pieces are in the order of their offsets.
+    def assemble(self, pieces: list[Piece], num_steps: int) -> Iterator[Batch]:
+        """Yield the batches of `num_steps` steps. Pieces are in the order of their offsets.
 
         The rows of stream i begin at row i * num_steps * rows_per_stream.
         """
         rows_of_a_stream = num_steps * self.rows_per_stream
         chunk = self._lay_out(pieces, self.num_streams * rows_of_a_stream)
         streams = np.arange(self.num_streams)[:, None] * rows_of_a_stream + np.arange(self.rows_per_stream)
-        return [self._batch(chunk, streams.reshape(-1) + step * self.rows_per_stream) for step in range(num_steps)]
+        for step in range(num_steps):
+            yield self._batch(chunk, streams.reshape(-1) + step * self.rows_per_stream)
 
     def _lay_out(self, pieces: list[Piece], num_rows: int) -> Chunk:
         dense = np.zeros((num_rows, self._num_dense), np.float32)
@@ -118,27 +119,23 @@ class BatchAssembler:
         present = np.zeros(num_rows, np.bool_)
         id_dtype = pieces[0].block.one_hot.dtype if pieces else np.int32
         one_hot = np.zeros((self._num_one_hot, num_rows), id_dtype)
-        versions = np.zeros((self._num_sides, num_rows), np.int32)
         for block, start, stop, offset in pieces:
             end = offset + stop - start
             dense[offset:end] = block.dense[start:stop]
             labels[offset:end] = block.labels[start:stop]
             present[offset:end] = True if block.present is None else block.present[start:stop]
             one_hot[:, offset:end] = block.one_hot[:, start:stop]
-            if block.versions is not None:
-                versions[:, offset:end] = block.versions[:, start:stop]
         lists = [_lay_out_lists(pieces, index, num_rows) for index in range(self._num_lists)]
         groups = _lay_out_groups(pieces, num_rows) if self._with_groups else None
-        return Chunk(Block(dense, one_hot, lists, labels, groups=groups, versions=versions), present)
+        return Chunk(Block(dense, one_hot, lists, labels, groups=groups), present)
 
     def _batch(self, chunk: Chunk, rows: NDArray[np.int64]) -> Batch:
         present = chunk.present[rows]
         filled = rows if present.all() else rows[present]
         ids = np.take(chunk.block.one_hot, filled, axis=1)
         dense, lists = np.take(chunk.block.dense, rows, axis=0), [each.choose(rows) for each in chunk.block.lists]
-        if self._side_columns is not None and chunk.block.versions is not None:
-            versions = np.take(chunk.block.versions, rows, axis=1)
-            dense, ids, lists = self._side_columns.complete(dense, ids, lists, versions, present)
+        if self._side_columns is not None:
+            dense, ids, lists = self._side_columns.complete(dense, ids, lists, present)
         lengths = np.empty((len(self._columns), self.batch_size), np.int32)
         if self._all_one_hot:
             lengths[:] = present
@@ -178,8 +175,7 @@ class BatchAssembler:
         The function fills `lengths` [num_features, batch].
         """
         length_per_key = [
-            int(lists[column.position].lengths.sum()) if column.is_list else ids.shape[1] * column.size
-            for column in self._columns
+            lists[column.position].num_ids if column.is_list else ids.shape[1] * column.size for column in self._columns
         ]
         values = np.empty(sum(length_per_key), np.int64)
         begin = 0

@@ -48,18 +48,25 @@ class Lists:
 
     def choose(self, rows: NDArray[np.integer], present: NDArray[np.bool_] | None = None) -> ListRows:
         """Return the lists of `rows` without copying them. Rows that are not `present` get empty lists."""
+        if present is None and (compiled := kernels("pipeline.devices.cpu.kernels.lists")) is not None:
+            starts, lengths = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
+            return ListRows(self, starts, lengths, compiled.find_lists(self.offsets, rows, starts, lengths))
         starts = np.take(self.offsets, rows)
         lengths = np.take(self.offsets[1:], rows)
         lengths -= starts
-        return ListRows(self, starts, lengths if present is None else lengths * present)
+        if present is not None:
+            lengths *= present
+        return ListRows(self, starts, lengths, int(lengths.sum()))
 
 
 class ListRows(NamedTuple):
-    """Rows of `lists`, to be copied when their place in a batch is known. starts, lengths: [rows]."""
+    """Rows of `lists`, to be copied when their place in a batch is known. starts, lengths: [rows];
+    num_ids: the sum of lengths."""
 
     lists: Lists
     starts: NDArray[np.int64]
     lengths: NDArray[np.integer]
+    num_ids: int
 
     def copy_ids(self, into: NDArray[np.integer]) -> None:
         """Write the ids to `into` [sum of lengths], one list after the other."""
@@ -89,21 +96,21 @@ def read_only(array: NDArray[Any]) -> NDArray[Any]:
 class Columns:
     """The columns of a row group, with rows in file order.
 
-    Features keep the data set's order within `one_hot` and `lists`.
+    Features keep the data set's order within `one_hot` and `lists`. The versions that rows see of
+    side tables follow the ids of `one_hot`.
     """
 
     dense: NDArray[np.float32]  # [num_dense, rows]
-    one_hot: NDArray[np.signedinteger]  # [num_one_hot, rows]
+    one_hot: NDArray[np.signedinteger]  # [num_one_hot + side tables, rows]
     lists: list[Lists]
     labels: NDArray[np.float32]  # [rows], or [rows, label columns] if there are several
     groups: NDArray[np.int64] | None = None  # [rows], if they were read
-    versions: NDArray[np.int32] | None = None  # [side tables, rows], if there are side tables
 
 
 def num_bytes(columns: Columns) -> int:
     """Return the size in memory."""
     lists = [part for each in columns.lists for part in (each.ids, each.offsets, each.weights)]
-    arrays = [columns.dense, columns.one_hot, columns.labels, columns.groups, columns.versions, *lists]
+    arrays = [columns.dense, columns.one_hot, columns.labels, columns.groups, *lists]
     return sum(array.nbytes for array in arrays if array is not None)
 
 
@@ -142,24 +149,17 @@ def check_columns(table: pa.Table, dataset: Dataset) -> tuple[Columns, dict[int,
     labels = np.ascontiguousarray(labels.T) if label_shape(dataset) else labels[0]
     dense = _matrix(table, dataset.dense_features, pa.float32(), faults)
     _check_finite(dense, dataset.dense_features, faults)
-    features = [feature for feature in dataset.sparse_features if not feature.multi_hot]
-    id_type = pa.int32() if all(feature.cardinality <= 2**31 for feature in features) else pa.int64()
-    one_hot = _matrix(table, [feature.name for feature in features], id_type, faults)
-    _check_ids(one_hot, features, faults)
+    limits = {feature.name: feature.cardinality for feature in dataset.sparse_features if not feature.multi_hot}
+    limits |= {side.index: side.num_versions for side in dataset.side_tables}
+    id_type = pa.int32() if all(limit <= 2**31 for limit in limits.values()) else pa.int64()
+    one_hot = _matrix(table, list(limits), id_type, faults)
+    _check_ids(one_hot, limits, faults)
     bags = [feature for feature in dataset.sparse_features if feature.multi_hot]
     lists = [_weighted(_lists(table, feature, faults), table, feature, faults) for feature in bags]
     _check_sequences(bags, lists, faults)
     has_groups = GROUP_COLUMN in table.schema.names
     groups = _matrix(table, [GROUP_COLUMN], pa.int64(), faults)[0] if has_groups else None
-    versions = None
-    if dataset.side_tables:
-        versions = _matrix(table, [side.index for side in dataset.side_tables], pa.int32(), faults)
-        for side, of_rows in zip(dataset.side_tables, versions, strict=True):
-            if (outside := (of_rows < 0) | (of_rows >= side.num_versions)).any():
-                faults.note(
-                    np.flatnonzero(outside), side.index, f"a version of {side.path}, from 0 to {side.num_versions - 1}"
-                )
-    return Columns(dense, one_hot, lists, labels, groups, versions), faults.reasons
+    return Columns(dense, one_hot, lists, labels, groups), faults.reasons
 
 
 def label_shape(dataset: Dataset) -> tuple[int, ...]:
@@ -190,15 +190,15 @@ def _check_finite(dense: NDArray[np.float32], names: list[str], faults: Faults) 
             faults.note(np.flatnonzero(~finite[i]), names[i], "a finite 32-bit number")
 
 
-def _check_ids(ids: NDArray[np.signedinteger], features: list[SparseFeature], faults: Faults) -> None:
-    """Find ids outside [0, cardinality). TorchRec would train row 0 instead of reporting an error."""
+def _check_ids(ids: NDArray[np.signedinteger], limits: dict[str, int], faults: Faults) -> None:
+    """Find ids outside [0, limit of the column). TorchRec would train row 0 instead of reporting an error."""
     if not ids.size:
         return
-    limits = [feature.cardinality for feature in features]
-    outside = (ids.min(axis=1) < 0) | (ids.max(axis=1) >= np.array(limits))
+    names, first_outside = list(limits), list(limits.values())
+    outside = (ids.min(axis=1) < 0) | (ids.max(axis=1) >= np.array(first_outside))
     for i in np.flatnonzero(outside):
-        wrong = (ids[i] < 0) | (ids[i] >= limits[i])
-        faults.note(np.flatnonzero(wrong), features[i].name, f"an id within [0, {limits[i]})")
+        wrong = (ids[i] < 0) | (ids[i] >= first_outside[i])
+        faults.note(np.flatnonzero(wrong), names[i], f"an id within [0, {first_outside[i]})")
 
 
 def _check_sequences(features: list[SparseFeature], lists: list[Lists], faults: Faults) -> None:

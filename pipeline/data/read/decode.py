@@ -36,19 +36,18 @@ TO_QUARANTINE = "or leave such rows out with data.reader.on_bad_rows=quarantine 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows in reading order. Features keep the data set's order within `one_hot` and `lists`.
+    """Rows in reading order. Features keep the order of Columns within `one_hot` and `lists`.
 
     Rows that are not `present` are quarantined: dense 0, label 0, empty lists, and undefined
     one-hot ids.
     """
 
     dense: NDArray[np.float32]  # [rows, num_dense]
-    one_hot: NDArray[np.signedinteger]  # [num_one_hot, rows]
+    one_hot: NDArray[np.signedinteger]  # [num_one_hot + side tables, rows]
     lists: list[Lists]
     labels: NDArray[np.float32]  # [rows], or [rows, label columns] if there are several
     present: NDArray[np.bool_] | None = None  # None: all rows are present
     groups: NDArray[np.int64] | None = None  # [rows], if they were read
-    versions: NDArray[np.int32] | None = None  # [side tables, rows]; of quarantined rows undefined
 
 
 class Checked(NamedTuple):
@@ -173,7 +172,7 @@ class Shards:
     def _nothing(self, num_rows: int) -> Block:
         """Return a block for an unreadable row group. None of its rows is `present`."""
         bags = [feature for feature in self.dataset.sparse_features if feature.multi_hot]
-        num_one_hot = len(self.dataset.sparse_features) - len(bags)
+        num_one_hot = len(self.dataset.sparse_features) - len(bags) + len(self.dataset.side_tables)
         no_ids, no_weights = np.zeros(0, np.int32), np.zeros(0, np.float32)
         no_lists = [
             Lists(no_ids, np.zeros(num_rows + 1, np.int64), no_weights if bag.weighted else None) for bag in bags
@@ -184,7 +183,6 @@ class Shards:
             no_lists,
             np.zeros((num_rows, *label_shape(self.dataset)), np.float32),
             np.zeros(num_rows, np.bool_),
-            versions=np.zeros((len(self.dataset.side_tables), num_rows), np.int32),
         )
 
     def _read(self, index: int, row_group: int) -> pa.Table:
@@ -251,5 +249,4 @@ def take_rows(columns: Columns, rows: NDArray[np.int64], present: NDArray[np.boo
         dense[~present] = 0.0
         labels[~present] = 0.0
     groups = None if columns.groups is None else columns.groups[rows]
-    versions = None if columns.versions is None else columns.versions[:, rows]
-    return Block(dense, np.take(columns.one_hot, rows, axis=1), lists, labels, present, groups, versions)
+    return Block(dense, np.take(columns.one_hot, rows, axis=1), lists, labels, present, groups)

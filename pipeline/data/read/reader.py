@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -170,7 +170,7 @@ class ShardReader:
     def empty_batch(self) -> Batch:
         """Return a batch in which no row counts, for a rank that has nothing to read while other
         ranks continue."""
-        return self._split(self._assembler.assemble([], 1)[0], 0, 0)
+        return self._split(next(self._assembler.assemble([], 1)), 0, 0)
 
     def _add_stall(self, seconds: float) -> None:
         self.stall_seconds += seconds
@@ -189,21 +189,26 @@ class ShardReader:
             streams = [
                 BlockStream(order.segments(stream, start_step * rows_per_stream), decode) for stream in self._streams
             ]
-            chunks: deque[Callable[[], list[Batch]]] = deque()
+            assemble = self._assemble if self.config.decode_threads == 1 else self._assemble_all
+            chunks: deque[Callable[[], Iterable[Batch]]] = deque()
             for begin in range(start_step, self.steps_per_epoch, steps_at_once):
                 num_steps = min(steps_at_once, self.steps_per_epoch - begin)
                 rows = num_steps * rows_per_stream
                 pieces = [piece for i, stream in enumerate(streams) for piece in stream.take(rows, i * rows)]
-                chunks.append(submit(self._assemble, pieces, num_steps, epoch, begin))
+                chunks.append(submit(assemble, pieces, num_steps, epoch, begin))
                 if len(chunks) == self.config.decode_threads:
                     yield from chunks.popleft()()
             for chunk in chunks:
                 yield from chunk()
 
-    def _assemble(self, pieces: list[Piece], num_steps: int, epoch: int, first_step: int) -> list[Batch]:
-        batches = self._assembler.assemble(pieces, num_steps)
-        batches = [self._split(batch, epoch, step) for step, batch in enumerate(batches, first_step)]
-        return batches if self._pin is None else [self._pin(batch) for batch in batches]
+    def _assemble(self, pieces: list[Piece], num_steps: int, epoch: int, first_step: int) -> Iterator[Batch]:
+        """Make one batch at a time: the memory of a batch that was used is still in the CPU's cache for the next."""
+        for step, batch in enumerate(self._assembler.assemble(pieces, num_steps), first_step):
+            batch = self._split(batch, epoch, step)
+            yield batch if self._pin is None else self._pin(batch)
+
+    def _assemble_all(self, pieces: list[Piece], num_steps: int, epoch: int, first_step: int) -> list[Batch]:
+        return list(self._assemble(pieces, num_steps, epoch, first_step))
 
     def _split(self, batch: Batch, epoch: int, step: int) -> Batch:
         if self._split_ids is None and self._extra_rows is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from pipeline.runtime.storage import storage
 
 
 class _Columns(NamedTuple):
-    """What the rows of a batch get from one side table."""
+    """The columns that the rows of a batch get from one side table."""
 
     side: SideTable
     place_of: NDArray[np.int32]  # version -> row; -1 for a version that no row has
@@ -30,7 +29,7 @@ class _Columns(NamedTuple):
     dense_at: NDArray[np.int64]  # the columns' places among the data set's
     one_hot: NDArray[np.int32]
     one_hot_at: NDArray[np.int64]
-    lists: dict[int, Lists]
+    lists: list[dict[int, Lists]]  # by their places; those of one dict have equal offsets
 
 
 class JoinedColumns:
@@ -56,60 +55,63 @@ class JoinedColumns:
             one_hot_at = [at for at, name in enumerate(one_hot) if name in side.columns]
             dense = _matrix(table, [dataset.dense_features[at] for at in dense_at], np.float32)
             ids = _matrix(table, [one_hot[at] for at in one_hot_at], np.int32)
-            lists = _with_shared_offsets(
-                {
-                    at: _lists(table, each.name, each.weighted)
-                    for at, each in enumerate(bags)
-                    if each.name in side.columns
-                }
-            )
+            lists: dict[bytes, dict[int, Lists]] = {}
+            for at, each in enumerate(bags):
+                if each.name in side.columns:
+                    found = _lists(table, each.name, each.weighted)
+                    lists.setdefault(found.offsets.tobytes(), {})[at] = found
             places = [np.array(each, np.int64) for each in (dense_at, one_hot_at)]
-            self._sides.append(_Columns(side, places_of(side, table), dense, places[0], ids, places[1], lists))
+            self._sides.append(
+                _Columns(side, places_of(side, table), dense, places[0], ids, places[1], list(lists.values()))
+            )
 
     def complete(
         self,
         dense: NDArray[np.float32],
         one_hot: NDArray[np.signedinteger],
         lists: list[ListRows],
-        versions: NDArray[np.int32],
         present: NDArray[np.bool_],
-    ) -> tuple[NDArray[np.float32], NDArray[np.int64], list[ListRows]]:
-        all_dense = np.empty((len(dense), self._sizes[0]), np.float32)
-        all_dense[:, self._own[0]] = dense
-        all_ids = np.empty((self._sizes[1], one_hot.shape[1]), np.int64)
-        all_ids[self._own[1]] = one_hot
-        all_lists = dict(zip(self._own[2], lists, strict=True))
+    ) -> tuple[NDArray[np.float32], NDArray[np.signedinteger], list[ListRows]]:
         is_whole = bool(present.all())
-        for of_rows, each in zip(versions, self._sides, strict=True):
-            rows = np.take(each.place_of, of_rows if is_whole else of_rows * present)
-            if not is_whole:
-                rows[~present] = 0
-            if len(rows) and rows.min() < 0:
+        num_own = len(one_hot) - len(self._sides)
+        all_dense, all_ids = self._with_place(dense, one_hot[:num_own])
+        all_lists = dict(zip(self._own[2], lists, strict=True))
+        for of_rows, each in zip(one_hot[num_own:], self._sides, strict=True):
+            rows = each.place_of.take(of_rows)
+            if rows.min(initial=0) < 0:
                 raise DataError(f"rows have versions that {each.side.path} lacks; {HOW_TO_FIX}")
+            _copy_rows(each.one_hot, rows, each.one_hot_at, all_ids)
+            if not is_whole:
+                of_present, rows = rows, np.zeros(len(present), np.int32)
+                rows[present] = of_present
             _copy_rows(each.dense, rows, each.dense_at, all_dense.T)
-            _copy_rows(each.one_hot, rows if is_whole else rows[present], each.one_hot_at, all_ids)
-            found: dict[int, ListRows] = {}  # by offsets
-            for at, of_table in each.lists.items():
-                if (key := id(of_table.offsets)) not in found:
-                    found[key] = of_table.choose(rows, None if is_whole else present)
-                all_lists[at] = found[key]._replace(lists=of_table)
+            for equally_long in each.lists:
+                first = next(iter(equally_long.values()))
+                chosen = first.choose(rows, None if is_whole else present)
+                all_lists |= {at: ListRows(each, *chosen[1:]) for at, each in equally_long.items()}
         if not is_whole:
             all_dense[~present] = 0.0
         return all_dense, all_ids, [all_lists[at] for at in range(self._sizes[2])]
+
+    def _with_place(
+        self, dense: NDArray[np.float32], one_hot: NDArray[np.signedinteger]
+    ) -> tuple[NDArray[np.float32], NDArray[np.signedinteger]]:
+        """Return the columns of the rows with place for the columns of side tables."""
+        if len(one_hot) < self._sizes[1]:
+            ids = np.empty((self._sizes[1], one_hot.shape[1]), np.int64)
+            ids[self._own[1]] = one_hot
+            one_hot = ids
+        if dense.shape[1] < self._sizes[0]:
+            numbers = np.empty((len(dense), self._sizes[0]), np.float32)
+            numbers[:, self._own[0]] = dense
+            dense = numbers
+        return dense, one_hot
 
 
 def _places(places: list[int]) -> list[int] | slice:
     """Return a slice if the places are consecutive: numpy then copies without a look-up of each place."""
     consecutive = places == list(range(places[0], places[0] + len(places))) if places else False
     return slice(places[0], places[-1] + 1) if consecutive else places
-
-
-def _with_shared_offsets(lists: dict[int, Lists]) -> dict[int, Lists]:
-    """Return the lists. Lists of equal lengths, as of a sequence and its descriptions, have one array of offsets."""
-    known: dict[bytes, NDArray[np.int64]] = {}
-    return {
-        at: replace(each, offsets=known.setdefault(each.offsets.tobytes(), each.offsets)) for at, each in lists.items()
-    }
 
 
 def _copy_rows(table: NDArray[Any], rows: NDArray[np.int32], places: NDArray[np.int64], into: NDArray[Any]) -> None:
@@ -133,6 +135,8 @@ def _lists(table: pa.Table, name: str, weighted: bool) -> Lists:
     ids = column.flatten().to_numpy()
     lengths = column.value_lengths().to_numpy()
     weights = table[weights_column(name)].combine_chunks().flatten().to_numpy() if weighted else None
+    if ids.size and ids.min() >= 0 and ids.max() < 2**16:
+        ids = ids.astype(np.uint16)  # half the memory to read for each batch
     return Lists(ids, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]), weights)
 
 

@@ -235,7 +235,7 @@ def load_compiled(path: str) -> Program:
         )
     from torch._inductor import aoti_load_package
 
-    run = aoti_load_package(path).loader.boxed_run  # the model's own call reads its signature anew each time
+    run = aoti_load_package(path).loader.boxed_run  # the model's own call reads its signature again each time
 
     def program(dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
         (logits,) = run([dense, pooled])

@@ -127,7 +127,7 @@ class StepLog(Hook):
             **state.hooks.log_values(state),
         }
         state.logged = values
-        # The measure begins anew with the process: after a restart it lacks the steps before.
+        # The measure begins again with the process: after a restart it lacks the steps before.
         is_partial = self._num_steps < min(self.job.trainer.log_every_steps, state.step)
         values |= {"window_steps": float(self._num_steps)} if is_partial else {}
         if self.job.trainer.metrics_port is not None or self.job.logger.otlp_endpoint is not None:

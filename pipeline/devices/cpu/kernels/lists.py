@@ -17,6 +17,17 @@ LINE_BYTES = 64
 
 
 @njit(nogil=True, cache=True)
+def find_lists(offsets, rows, starts, lengths):  # type: ignore[no-untyped-def]
+    """Fill starts and lengths [rows] of the lists of `rows`. Return the sum of the lengths."""
+    total = U(0)
+    for i in range(U(len(rows))):
+        row = U(rows[i])
+        starts[i], lengths[i] = offsets[row], offsets[row + U(1)] - offsets[row]
+        total += U(lengths[i])
+    return total
+
+
+@njit(nogil=True, cache=True)
 def copy_lists(source, starts, lengths, into):  # type: ignore[no-untyped-def]
     """Write source[starts[i] : starts[i] + lengths[i]] to `into`, one list after the other."""
     at, num_rows, line = U(0), U(len(starts)), U(LINE_BYTES // source.itemsize)
