@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from pipeline.config.jobs.evaluate import ExportJob
 from pipeline.config.transforms import TEXT as CATEGORY
 from pipeline.data.raw.value_types import spelled, why_not_read
 from pipeline.data.read.value_index import OFFSET_LIMIT
@@ -29,20 +30,14 @@ from pipeline.serving.http.request_rows import BadRequest, read_columns
 logger = get_logger("pipeline.export")
 
 
-def write_feature_tables(tables: Mapping[str, str], step: TrainedStep, writer: ArtifactWriter) -> dict[str, str]:
-    """Write a file for each table. `tables`: column of ids -> its Parquet files. Return column of ids -> file.
-
-    Raises ServingError: see read_feature_tables.
-    """
+def write_feature_tables(job: ExportJob, step: TrainedStep, writer: ArtifactWriter) -> None:
+    """Write a file for each of job.feature_tables. Raises ServingError: see read_feature_tables."""
     data = step.job.data
     types = schema_of(step.dataset, step.keys, data.columns, data.synthetic_multi_hot, step.new_values).types
-    written: dict[str, str] = {}
-    for key, table in read_feature_tables(tables, types):
-        written[key] = f"features/{len(written):05d}.arrow"
-        writer.add_arrow(written[key], table, is_mapped=True)
+    for key, table in read_feature_tables(job.feature_tables, types):
+        writer.add_feature_table(key, table)
         about = f"{table.num_rows:,}", key, ", ".join(table.column_names[2:]), table.nbytes / table.num_rows
         logger.info("features   of %s %s: %s, %d bytes each", *about)
-    return written
 
 
 def read_feature_tables(tables: Mapping[str, str], types: pa.Schema) -> Iterator[tuple[str, pa.Table]]:

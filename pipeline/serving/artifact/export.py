@@ -60,9 +60,9 @@ def export(job: ExportJob) -> ExportSummary:
     try:
         # Tables are read while they are written, so the signature is required here too.
         with new_artifact(output) as writer, requiring(job.require_signature), signing(job.sign_key):
-            # First, so that a table that does not fit fails before the model is compared with the artifact.
-            tables = _write_feature_tables(job, step, writer)
-            manifest = replace(write(job, step, writer), feature_tables=tables)
+            if job.feature_tables:  # first, so that a table that does not fit fails at once
+                from_extra("write_feature_tables", f"feature_tables={sorted(job.feature_tables)}")(job, step, writer)
+            manifest = write(job, step, writer)
             if describe_artifact := if_installed("describe_artifact"):
                 describe_artifact(job, step, manifest, writer)  # writes files about the artifact
                 manifest = replace(manifest, files=writer.files)
@@ -70,15 +70,6 @@ def export(job: ExportJob) -> ExportSummary:
     except FileExistsError:  # another export has made it in the meantime, maybe the same
         return _already_there(job, step, output)
     return _summary(job, step, output, manifest, time.monotonic() - started)
-
-
-def _write_feature_tables(job: ExportJob, step: TrainedStep, writer: ArtifactWriter) -> dict[str, str]:
-    """Write the tables of job.feature_tables. Return column of ids -> file."""
-    if not job.feature_tables:
-        return {}
-    write_tables = from_extra("write_feature_tables", f"feature_tables={sorted(job.feature_tables)}")
-    written: dict[str, str] = write_tables(job.feature_tables, step, writer)
-    return written
 
 
 def write_scorer(job: ExportJob, step: TrainedStep, writer: ArtifactWriter) -> Manifest:

@@ -70,6 +70,7 @@ class ArtifactWriter:
         self._files: dict[str, FileEntry] = {}
         self._tables: list[TableFiles] = []
         self._vocabularies: dict[str, str] = {}
+        self._feature_tables: dict[str, str] = {}
 
     def write(self, plan: ExportPlan) -> Manifest:
         """Write all files of the plan. Return a manifest without a certificate."""
@@ -143,8 +144,14 @@ class ArtifactWriter:
         with open(staged, "rb") as file:
             self._files[name] = write_blocks(self._at(name), iter(lambda: file.read(1 << 24), b""))
 
-    def add_arrow(self, name: str, table: pa.Table, is_mapped: bool = False) -> None:
-        self._files[name] = write_arrow(self._at(name), table, is_mapped)
+    def add_arrow(self, name: str, table: pa.Table) -> None:
+        self._files[name] = write_arrow(self._at(name), table)
+
+    def add_feature_table(self, key: str, table: pa.Table) -> None:
+        """Add raw columns by the ids of column `key`. Servers map the file into memory."""
+        self._feature_tables[key] = name = f"features/{len(self._feature_tables):05d}.arrow"
+        os.makedirs(os.path.dirname(self._at(name)), exist_ok=True)
+        self._files[name] = write_arrow(self._at(name), table, is_mapped=True)
 
     def manifest(self, plan: ExportPlan) -> Manifest:
         """Describe the files that have been written so far."""
@@ -162,6 +169,7 @@ class ArtifactWriter:
             settings=plan.settings,
             tasks=plan.tasks,
             retrieval=plan.retrieval,
+            feature_tables=self._feature_tables,
         )
 
     def _sizes(self, plan: ExportPlan) -> dict[str, int]:
@@ -187,9 +195,7 @@ class ArtifactWriter:
         atomic.commit_folder(self.path, self._output, manifest.to_text())
 
     def _at(self, name: str) -> str:
-        path = os.path.join(self.path, name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        return path
+        return os.path.join(self.path, name)
 
 
 @contextmanager
