@@ -210,10 +210,11 @@ def stored_batch(files: ArtifactFiles, key: str, file: str) -> pa.RecordBatch:
         raise ArtifactError(f"{path} is not an Arrow file that can be mapped; export again")
     with pa.ipc.open_stream(stream) as reader:
         batches = list(reader)
-    batch = batches[0]
-    kinds = [_widest(kind) for kind in batch.schema.types[:2]]
-    if len(batches) > 1 or batch.schema.names[:2] != [HASH, key] or kinds != [pa.uint64(), pa.large_string()]:
+    schema = reader.schema
+    kinds = [_widest(kind) for kind in schema.types[:2]]
+    if len(batches) != 1 or schema.names[:2] != [HASH, key] or kinds != [pa.uint64(), pa.large_string()]:
         raise ArtifactError(f"{path} is not a feature table; export again")
+    (batch,) = batches
     batch.validate(full=True)
     if not batch.num_rows or batch.column(0).null_count or batch.column(1).null_count:
         raise ArtifactError(f"{path} has no rows, or rows without id; export again")

@@ -59,7 +59,7 @@ class BestItems:
     def __init__(self, retriever: Retriever, k: int) -> None:
         self._retriever, self._wish = retriever, Wish(k)
         self.version, self.tasks = retriever.version, retriever.tasks
-        self.output = ItemsOutput(retriever.items)
+        self.output, self.feature_tables = ItemsOutput(retriever.items), retriever.feature_tables
 
     @property
     def columns(self) -> ColumnsConfig:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from pipeline.extras.publish.publish import publish
 from pipeline.extras.serving_log.job import SkewJob
 from pipeline.extras.serving_log.skew import skew
 from pipeline.runtime.errors import DamagedError, ServingError
-from pipeline.serving.artifact.manifest import read_manifest
+from pipeline.serving.artifact.manifest import ArtifactError, read_manifest
+from pipeline.serving.artifact.writer import write_arrow, write_bytes
 from pipeline.serving.http.request_rows import ARROW_TYPE
 from pipeline.serving.scoring.load import find_folder
 from pipeline.serving.scoring.predict import predict
@@ -144,6 +146,48 @@ def test_a_damaged_table_is_refused_and_an_id_that_is_no_feature_is_erased(artif
     ]
     assert after.fill(ads).to_pylist() == wanted != before.fill(ads).to_pylist()
     assert Predictor.load(str(copy)).version != Predictor.load(str(artifact)).version
+
+
+def _cut(table: pa.Table) -> bytes:
+    """The table as two batches."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=20)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda table: table.take(pa.array(range(table.num_rows - 1, -1, -1))), "hashes ascend"),
+        (
+            lambda table: table.rename_columns([table.column_names[0], "user", *table.column_names[2:]]),
+            "not feature table",
+        ),
+        (lambda table: table.set_column(2, table.column_names[2], pa.array(["a"] * table.num_rows)), "'int_9' type"),
+        (lambda table: table.slice(0, 0), "not feature table"),
+        (lambda table: table.set_column(1, "ad", pa.nulls(table.num_rows, pa.string())), "without id"),
+        (_cut, "not feature table"),
+        (lambda table: b"user,age", "Arrow"),
+    ],
+)
+def test_a_table_that_was_resealed_with_what_cannot_be_is_refused(
+    artifact: Path, tmp_path: Path, change: Callable[[pa.Table], pa.Table | bytes], words: str
+) -> None:
+    copy = Path(shutil.copytree(artifact, tmp_path / "copy"))
+    manifest = read_manifest(str(copy))
+    path = copy / (file := manifest.feature_tables["ad"])
+    content = change(pa.ipc.open_file(path.read_bytes()).read_all())
+    path.unlink()
+    entry = (
+        write_bytes(str(path), content)
+        if isinstance(content, bytes)
+        else write_arrow(str(path), content, is_mapped=True)
+    )
+    (copy / "manifest.json").write_text(replace(manifest, files={**manifest.files, file: entry}).to_text())
+    with pytest.raises(ArtifactError, match=names(words)):
+        Predictor.load(str(copy))
 
 
 def ask(server: Server, number: int, by_id: list[Row]) -> list[float]:

@@ -61,11 +61,25 @@ def test_users_are_filled_from_a_feature_table(user_item_run: TrainSummary, tmp_
     words = [f"feature_tables.user_id={tmp_path}/users.parquet", "precision=fp32"]
     retriever = Retriever.load(_export(user_item_run.run_dir, tmp_path / "artifact", *words).artifact)
     body = b'{"rows": [{"user_id": 7}, {"user_id": "8", "user_group": "2"}], "k": 5}'
-    found = retriever.score(retriever.request_reader(LimitsConfig()).read(body, "application/json"))
+    answer = retriever.score(retriever.request_reader(LimitsConfig()).read(body, "application/json"))
     full = pa.table({"user_id": ["7", "8"], "user_group": ["3", "2"]})
     wanted = retriever.retrieve(full, [(2, Wish(5))]).scores
-    assert [each.positions.tolist() for each in found.scores] == [each.positions.tolist() for each in wanted]
-    assert [each.scores.tobytes() for each in found.scores] == [each.scores.tobytes() for each in wanted]
+    assert [each.positions.tolist() for each in answer.scores] == [each.positions.tolist() for each in wanted]
+    assert [each.scores.tobytes() for each in answer.scores] == [each.scores.tobytes() for each in wanted]
+    found = []
+    for name, rows in (
+        ("ids", full.select(["user_id"])),
+        ("columns", pa.table({"user_id": ["7", "8"], "user_group": ["3", "1"]})),
+    ):
+        pq.write_table(rows, tmp_path / f"{name}.parquet")
+        words = [
+            f"artifact={tmp_path}/artifact",
+            f"source={tmp_path}/{name}.parquet",
+            f"output={tmp_path}/{name}.out.parquet",
+        ]
+        predict(load_config(PredictJob, words))
+        found.append(pq.read_table(tmp_path / f"{name}.out.parquet"))
+    assert found[0].equals(found[1])
     by_id = retriever.user.score(pa.table({"user_id": ["7"]})).scores
     assert by_id.tobytes() == retriever.user.score(full.slice(0, 1)).scores.tobytes()
 
