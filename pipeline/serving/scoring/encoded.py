@@ -79,7 +79,7 @@ def cut(spans: Sequence[EncodedSpan]) -> list[Cut]:
                 lengths = lengths[:, first:last]
                 ends = zip(offsets[first:-1:num_rows].tolist(), offsets[last::num_rows].tolist(), strict=True)
                 values = np.concatenate([values[:0], *(values[begin:end] for begin, end in ends)])
-            dense = part.dense[first:last].numpy()
+            dense = part.dense.numpy()[first:last]  # a slice by torch would let go of the interpreter's lock
             cuts.append(Cut(part.kept[first:last] + (before - span.begin), num_rows, first, dense, lengths, values))
         before += span.end - span.begin
     return cuts

@@ -82,7 +82,7 @@ def logged(group: Sequence[Answered]) -> tuple[Model, pa.Table]:
     packer = Packer()
     packed = [packer.pack(each) for each in group]
     sent = [
-        Requests(*read_messages(bytearray(each.batch)), [*read_messages(bytearray(each.request))]) for each in packed
+        Requests(*read_messages(bytearray(each.batch())), [*read_messages(bytearray(each.message))]) for each in packed
     ]
     return packed[0].model, table_of(packed[0].model, sent)
 

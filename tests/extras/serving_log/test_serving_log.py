@@ -30,6 +30,7 @@ from pipeline.runtime.errors import ConfigError, DataError, ServingError
 from pipeline.serving.artifact.export import ExportSummary
 from pipeline.serving.http.batching import ServerMetrics
 from pipeline.serving.http.observers import Answered
+from pipeline.serving.scoring.encoded import EncodedSpan
 from pipeline.serving.scoring.load import find_folder
 from tests.extras.publish.test_deltas import export_step, job_of
 from tests.extras.serving_log.test_compare_rows import answered_requests, logged
@@ -171,7 +172,9 @@ def test_a_killed_process_of_the_log_is_counted_and_started_again(tmp_path: Path
         take(*group)
     monkeypatch.setattr(observer, "RESTART_S", 0.0)
     take(*group)
-    take(replace(group[0], at=float("nan")), replace(group[1], request_id="good"))
+    ((parts, *rows),) = group[1].scored.encoded
+    of_own_batch = replace(group[1].scored, encoded=(EncodedSpan(list(parts), *rows),))
+    take(replace(group[0], at=float("nan")), replace(group[1], request_id="good", scored=of_own_batch))
     assert failures.get() == len(group) + 1
     log.close()
     ((_, about, table),) = read_log(str(tmp_path))

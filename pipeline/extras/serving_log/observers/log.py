@@ -43,7 +43,7 @@ WRITER = "pipeline.extras.serving_log.writer"
 SMALL_ROWS = (
     64  # of a request that the event loop handles, and of a batch that is sent whole, once for all its requests
 )
-SENT_REQUESTS = 256  # at once
+SENT_REQUESTS = 64  # at once: the interpreter's lock is held about 0.2 ms, and then let go
 PIPE_BYTES = 1 << 20
 RESTART_S = 10.0
 logger = get_logger(__name__)
@@ -87,12 +87,18 @@ class LogSettings:
 
 
 class Packed(NamedTuple):
-    """A request as the messages that are sent: its batch, which other requests may have too, and the request itself."""
+    """A request as it waits for the thread. message: the request. spans: its batch. parts: of the batch, if all its requests
+    share one message; otherwise None.
+    """
 
     model: Model
-    batch: bytes
-    request: bytes
+    message: bytes
     num_rows: int
+    spans: Sequence[EncodedSpan]
+    parts: Sequence[Encoded] | None
+
+    def batch(self) -> bytes:
+        return encode(Batch(cut_bytes(self.spans)))
 
 
 class Packer:
@@ -101,38 +107,32 @@ class Packer:
     def __init__(self) -> None:
         self._models: dict[str, Model] = {}  # by the version of the artifact
         self._numbers = count()
-        self._parts: Sequence[Encoded] | None = None  # of the newest small batch, and its message
-        self._batch = b""
 
     def pack(self, answered: Answered) -> Packed:
-        """Return the messages. Raises ArithmeticError, ValueError, LookupError or TypeError for values that cannot be sent."""
+        """Raises ArithmeticError, ValueError, LookupError or TypeError for values that cannot be sent."""
         version, _, delta = answered.scored.version.partition("+")
         if (model := self._models.get(version)) is None:
             model = self._models.setdefault(version, model_of(next(self._numbers), answered.model))
         scored, num_rows = answered.scored, answered.rows.num_rows
-        spans, begin = scored.encoded, 0
-        if num_rows <= SMALL_ROWS and len(spans) == 1 and sum(len(part.kept) for part in spans[0].parts) <= SMALL_ROWS:
-            (span,) = spans
-            begin = span.begin
-            if span.parts is not self._parts:
-                self._batch = encode(Batch(cut_bytes([EncodedSpan(span.parts, 0, sys.maxsize)])))
-                self._parts = span.parts
-            batch = self._batch
-        else:
-            batch = encode(Batch(cut_bytes(spans)))
+        spans: Sequence[EncodedSpan] = scored.encoded
+        begin, parts = 0, None
+        if len(spans) == 1 and sum(len(part.kept) for part in spans[0].parts) <= SMALL_ROWS:
+            parts, begin, _ = spans[0]
+            spans = (EncodedSpan(parts, 0, sys.maxsize),)
         request = Request(
             model.number, int(delta or 0), answered.request_id, round(answered.at * 1e6), num_rows, begin,
             _raw_rows(answered.rows, model.about.raw), [(row.row, row.reason) for row in scored.refused],
             np.asarray(scored.scores, np.float32).tobytes(),
         )  # fmt: skip
-        return Packed(model, batch, encode(request), num_rows)
+        return Packed(model, encode(request), num_rows, spans, parts)
 
 
 class ServingLog:
     """The observer. wants() runs on the event loop, the other methods on one thread.
 
-    The event loop makes the messages of small requests. If their objects wait for the thread, the garbage
-    collector runs more often, and the thread holds the interpreter's lock while other requests need it.
+    The event loop makes the messages of small requests: the values of many requests that wait for the thread
+    make the garbage collector run more often, and the thread holds the interpreter's lock for longer. The
+    thread makes the messages of batches, because tensors let go of the lock, and the event loop waits for it.
     """
 
     def __init__(self, settings: LogSettings, metrics: ServerMetrics) -> None:
@@ -141,7 +141,7 @@ class ServingLog:
         written = Settings(settings.folder, settings.rows_per_file, settings.flush_s, int(settings.max_gb * 2**30))
         self._process, self._packer = WriterProcess(written), Packer()
         self._told: set[int] = set()  # models that the process knows
-        self._batch = b""  # the last one that was sent
+        self._parts: Sequence[Encoded] | None = None  # of the batch that was sent last
         self._failures, registry = metrics.observer_failures.labels("log"), metrics.registry
         self._rows = Counter(f"{METRICS}_log_rows", "Rows given to the serving log", registry=registry)
         self._bytes = Gauge(f"{METRICS}_log_bytes", "Files of the serving log", registry=registry)
@@ -168,7 +168,7 @@ class ServingLog:
         self._count(self._process.new_report())
         if taken and not self._process.is_running():
             self._count(self._process.restart())
-            self._told, self._batch = set(), b""
+            self._told, self._parts = set(), None
         for begin in range(0, len(taken), SENT_REQUESTS):
             packed = (
                 each if isinstance(each, Packed) else self._pack(each) for each in taken[begin : begin + SENT_REQUESTS]
@@ -181,10 +181,10 @@ class ServingLog:
             if each.model.number not in self._told:
                 self._told.add(each.model.number)
                 messages.append(encode(each.model))
-            if each.batch is not self._batch:
-                self._batch = each.batch
-                messages.append(each.batch)
-            messages.append(each.request)
+            if each.parts is None or each.parts is not self._parts:
+                self._parts = each.parts
+                messages.append(each.batch())
+            messages.append(each.message)
         self._process.send(b"".join(messages), len(packed))
         self._rows.inc(sum(each.num_rows for each in packed))
 
