@@ -271,6 +271,8 @@ class StreamConfig:
     event_time_unit: str = "s"
     # low or idle: other programs on the machine, for example a server, have priority
     priority: str = "normal"
+    # true: the columns of data.joins are joined to each row as of its time; false: rows hold them
+    join: bool = False
     new_values: NewValuesConfig = field(default_factory=NewValuesConfig)
     # for kafka: settings of librdkafka, including bootstrap.servers
     options: dict[str, str] = field(default_factory=dict)

@@ -101,6 +101,10 @@ class RetrainJob(TrainJob):
 
     def _check_follow(self) -> None:
         self.stream.check_kind()
+        if self.stream.join and not self.data.joins:
+            raise ConfigError(
+                "stream.join=true joins the tables of data.joins, but data.joins is empty: name them there"
+            )
         for name in ("gradient_accumulation_steps", "overfit_batches"):
             if (value := getattr(self.trainer, name)) > (name == "gradient_accumulation_steps"):
                 raise ConfigError(

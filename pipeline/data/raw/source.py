@@ -87,6 +87,11 @@ def find_sources(source: str) -> list[Source]:
     return named_apart([_describe(path) for path in _paths(source)])
 
 
+def stamps_of(source: str) -> dict[str, Stamp]:
+    """Return the current stamps of the files of `source`, by path, without reading the files."""
+    return {path: stamp_of(path) for path in _paths(source)}
+
+
 def named_apart(sources: list[Source]) -> list[Source]:
     """Return the same files. If two files have equal names, names become paths below the common folder."""
     if len({each.name for each in sources}) == len(sources):

@@ -19,7 +19,7 @@ from pipeline.data.prepare.encode import Features
 from pipeline.data.prepare.time_units import count_units
 from pipeline.data.raw.blocks import Source
 from pipeline.data.raw.layout import Layout
-from pipeline.data.raw.source import find_sources
+from pipeline.data.raw.source import find_sources, stamps_of
 from pipeline.data.raw.value_types import TIMES, ZONED, kind_of
 from pipeline.extras.joins.config import columns_among, joins_of
 from pipeline.extras.joins.versions import Versions, read_versions
@@ -86,6 +86,13 @@ class JoinedTables:
                     )
                 ]
             return _loaded[self.key]
+
+    def renewed(self) -> JoinedTables:
+        """Return the tables with their present files: these tables if no file has changed."""
+        now = [stamps_of(join.table) for join in self.joins]
+        if now == [{file.path: file.stamp for file in files} for files in self.files]:
+            return self
+        return JoinedTables(*self._arguments)
 
     def features(self, features: Features) -> Features:
         stored = {}

@@ -20,13 +20,13 @@ from pipeline.config.data import DataConfig
 from pipeline.config.retraining import UNITS, StreamConfig
 from pipeline.data.dataset import Dataset, vocabulary_of
 from pipeline.data.raw.blocks import Block, QuarantinedRow
-from pipeline.data.raw.layout import layout_of, with_group
 from pipeline.data.raw.parse_cells import parse_timestamps
 from pipeline.data.raw.rows import parse_block
 from pipeline.data.read.batch import Batch, ExtraRows, keyed_jagged_tensor
 from pipeline.data.read.target_columns import TargetColumns
 from pipeline.data.read.value_index import index_values
 from pipeline.data.targets import Target
+from pipeline.extras.stream.joined import StreamJoins
 from pipeline.extras.stream.source import Lines, Rows, TableRows
 from pipeline.runtime.errors import RetrainingError
 from pipeline.serving.artifact.raw_schema import schema_of
@@ -104,7 +104,8 @@ class LineEncoder:
                 "data.negative_sampling drops rows of a prepared split, but a stream has all "
                 "rows: prepare the data set without it"
             )
-        self._layout = with_group(layout_of(data), stream.event_time_column)
+        self._joins = StreamJoins(data, stream)
+        self._layout = self._joins.layout
         self._time, self._scale = stream.event_time_column, UNITS[stream.event_time_unit]
         self._keys, self._split_ids, self._extra_rows = dataset.sparse_feature_names, split_ids, extra_rows
         schema = schema_of(dataset, self._keys, data.columns, data.synthetic_multi_hot)
@@ -131,13 +132,14 @@ class LineEncoder:
         num_rows = sum(part.num_rows for part in parts)
         tables, kept, bad, first = [], [], [], 0
         for names, group in itertools.groupby(parts, _kind_of):
+            self._joins.check(*names)
             block = _block(first, list(group))
             parsed = parse_block(self._layout, names[0] or self._layout.header or (), block)
             tables.append(parsed.table)
             kept.append(parsed.kept + first)
             bad += parsed.quarantined
             first += block.num_rows
-        table = pa.concat_tables(_alike(tables)).unify_dictionaries().combine_chunks()
+        table = self._joins(pa.concat_tables(_alike(tables)).unify_dictionaries().combine_chunks())
         encoded = self._encoder.encode(table)
         read = np.concatenate(kept)
         bad += [replace(row, line=int(read[row.line - 1]) + 1) for row in encoded.bad_rows]

@@ -118,6 +118,11 @@ def open_stream(job: RetrainJob, resolved: ResolvedJob, context: DistributedCont
     from pipeline.training.readers import extra_rows_of
 
     run_dir, data = resolved.job.run_dir, resolved.job.data
+    if data.joins and not job.stream.join:
+        logger.info(
+            "rows of the stream must hold %s: with stream.join=true the tables of data.joins are joined to them",
+            ", ".join(data.joined_columns),
+        )
     source: StreamSource = find("stream", job.stream.kind, "stream.kind")(job.source, job.stream, data)
     split_ids = IdSplitter(resolved.all_tables, skip_empty_bags=False)
     capacities = capacities_of(resolved.job, resolved.dataset, job.stream.new_values)

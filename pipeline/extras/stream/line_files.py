@@ -7,8 +7,7 @@ from __future__ import annotations
 import os
 from typing import IO
 
-from pipeline.config.data import DataConfig
-from pipeline.data.raw.layout import check_columns, find_format, layout_of
+from pipeline.data.raw.layout import Layout, check_columns, find_format
 from pipeline.extras.stream.source import Lines, Range
 from pipeline.retraining.growing_files import end_of_lines
 from pipeline.runtime.errors import DataError
@@ -24,9 +23,9 @@ NEVER_ANEW = "files of a stream grow, and are never written anew; give new rows 
 class LineFiles:
     """The text files of one folder. An offset is a number of bytes in a file."""
 
-    def __init__(self, folder: str, data: DataConfig) -> None:
-        self._folder, self._layout = folder, layout_of(data)
-        self._has_header = bool(find_format(data.format).header_lines) and self._layout.header is None
+    def __init__(self, folder: str, layout: Layout) -> None:
+        self._folder, self._layout = folder, layout
+        self._has_header = bool(find_format(layout.format).header_lines) and layout.header is None
         self._names: dict[str, tuple[str, ...]] = {}
         self._grows = storage.is_local(folder)  # an object appears with all its bytes
         self._read: dict[str, tuple[int, int, bytes]] = {}  # file -> inode, offset, and the bytes before it

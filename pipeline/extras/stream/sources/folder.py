@@ -103,7 +103,8 @@ def _is_followed(name: str) -> bool:
 
 
 def _files_of(folder: str, config: StreamConfig, data: DataConfig) -> tuple[LineFiles | None, ParquetFiles]:
-    from pipeline.data.raw.layout import find_format, layout_of, with_group
+    from pipeline.data.raw.layout import find_format
+    from pipeline.extras.stream.joined import rows_of
     from pipeline.extras.stream.line_files import LineFiles
     from pipeline.extras.stream.parquet_files import ParquetFiles
 
@@ -112,5 +113,5 @@ def _files_of(folder: str, config: StreamConfig, data: DataConfig) -> tuple[Line
         raise DataError(
             f"data.format={data.format} cannot be followed: a stream supports csv, tsv, jsonl, criteo_tsv and parquet"
         )
-    tables = ParquetFiles(folder, with_group(layout_of(data), config.event_time_column))
-    return LineFiles(folder, data) if is_lines else None, tables
+    layout = rows_of(data, config)
+    return LineFiles(folder, layout) if is_lines else None, ParquetFiles(folder, layout)

@@ -45,7 +45,8 @@ class KafkaSource:
         """Raises ConfigError or DataError if the package, the topic or the names of columns are
         missing.
         """
-        from pipeline.data.raw.layout import check_columns, find_format, layout_of
+        from pipeline.data.raw.layout import check_columns, find_format
+        from pipeline.extras.stream.joined import rows_of
 
         try:
             from confluent_kafka import Consumer
@@ -53,7 +54,7 @@ class KafkaSource:
             raise ConfigError(
                 "stream.kind=kafka needs confluent-kafka: pip install 'torchrec-pipeline[kafka]'"
             ) from error
-        kind, self._layout = find_format(data.format), layout_of(data)
+        kind, self._layout = find_format(data.format), rows_of(data, config)
         if not kind.is_lines or (kind.header_lines and self._layout.header is None):
             raise DataError(
                 f"data.format={data.format}: a message is a row without a header; use jsonl, or "
