@@ -157,6 +157,7 @@ def test_torchx_finds_our_components_beside_its_own_and_submits_only_what_compos
     assert refused.err == "error: unknown key 'trainer.sed'; did you mean 'trainer.seed'?\n"
 
 
+@pytest.mark.long
 def test_a_copied_job_folder_uses_its_own_conf(elsewhere: Path) -> None:
     """What a TorchX job directory is: under an editable install the original's conf must not win."""
     for name in ("pipeline", "conf"):

@@ -104,6 +104,7 @@ def test_blocks_threads_and_compression_leave_no_trace_in_the_data_set(
     assert (zipped.splits, zipped.sparse_features) == (plain.splits, plain.sparse_features)
 
 
+@pytest.mark.long
 def test_killed_run_goes_on_after_its_finished_files_and_ends_equal(tmp_path: Path, files_read: list[str]) -> None:
     for day in range(3):
         write_lines(tmp_path / "days" / f"day_{day}", random_lines(200, seed=day))

@@ -115,6 +115,7 @@ def test_each_bad_value_stops_all_ranks_by_name_or_is_quarantined(
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [(1, 3), pytest.param((1, 2, 3), marks=pytest.mark.campaign)])
 def test_a_quarantined_row_leaves_the_same_weights_at_any_world_size(
     ranks: RankPool, tmp_path: Path, sizes: tuple[int, ...]

@@ -109,6 +109,7 @@ def test_no_flipped_bit_is_loaded(
     fault(10, f"0 of {len(cases)} silent: step rejected, N-1 loaded exactly", count=len(cases), seed=10 + SEED)
 
 
+@pytest.mark.long
 def test_files_swapped_between_steps_are_found_and_a_step_is_never_written_again(
     ranks: RankPool, saved: tuple[str, dict[int, str]], tmp_path: Path, fault: FaultRecorder
 ) -> None:

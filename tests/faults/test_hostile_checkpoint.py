@@ -112,6 +112,7 @@ def _read_on_rank(rank: int, way: str, run: str, data: str, folder: str) -> str:
     return "it was read"
 
 
+@pytest.mark.long
 def test_no_file_of_a_step_runs_anything_on_resume_evaluation_and_warm_start(
     ranks: RankPool, small_run: Path, prepared_clicks: str, tmp_path: Path, fault: FaultRecorder
 ) -> None:

@@ -76,6 +76,7 @@ def test_a_rank_told_to_end_because_another_died_does_not_make_it_a_requeue(tmp_
     assert mentions(err, "SIGKILL")
 
 
+@pytest.mark.long
 def test_a_second_signal_does_not_cut_the_saving_short(tmp_path: Path) -> None:
     codes = """
 def save(*_):

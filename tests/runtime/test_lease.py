@@ -132,6 +132,7 @@ def _train(rank: int, overrides: list[str]) -> int:
     return train(load_config(TrainJob, overrides)).step
 
 
+@pytest.mark.long
 def test_a_run_that_fails_lets_go_of_its_folder(ranks: RankPool, prepared_clicks: str, tmp_path: Path) -> None:
     """In a process that lives on, as a notebook does."""
     overrides = [

@@ -57,6 +57,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
             yield server, client
 
 
+@pytest.mark.long
 def test_a_request_needs_one_of_the_tokens_and_no_log_has_one(guarded: tuple[Server, httpx.Client]) -> None:
     server, client = guarded
     wrong = [[], [("Authorization", f"Bearer {TOKENS[0]}x")], [("Authorization", f"Basic {TOKENS[0]}")],

@@ -130,6 +130,7 @@ def server(artifact: str) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.long
 def test_a_served_artifact_gives_the_predictors_scores(server: Server, artifact: str, clicks: Path) -> None:
     rows = raw_rows(clicks, 50)
     answer = server.client.post(f"{server.url}/score", json={"rows": rows.to_pylist()})

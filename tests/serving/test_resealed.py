@@ -96,6 +96,7 @@ def _reseal(artifact: Path, change: Change) -> None:
     _write(artifact / "manifest.json", seal_manifest(values, Purpose.ARTIFACT).encode())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CHANGES)
 def test_numbers_that_cannot_be_are_one_line(artifact: Path, name: str) -> None:
     _reseal(artifact, CHANGES[name])

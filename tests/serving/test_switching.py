@@ -61,6 +61,7 @@ def test_a_switch_under_load_drops_no_request_and_mixes_no_scores(tmp_path: Path
     )  # nine a switch, however fast
 
 
+@pytest.mark.long
 def test_a_bad_artifact_is_refused_and_the_one_before_goes_on(tmp_path: Path) -> None:
     good, bad = write_artifact(tmp_path / "good", "v1"), write_artifact(tmp_path / "bad", "v2", damaged=True)
     link = tmp_path / "current"

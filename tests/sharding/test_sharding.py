@@ -76,6 +76,7 @@ def test_sharded_steps_equal_unsharded_steps(ranks: RankPool, optimizer: str, pa
     check(PathPool(ranks, PATHS[path]).run(2, distances, suites, optimizer_config(optimizer), 0)[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.campaign), "rowwise_adagrad"])
 def test_steps_sharded_over_two_hosts_equal_unsharded_steps(ranks: RankPool, optimizer: str) -> None:
     kinds = [kind for kind in ON_TWO_HOSTS if optimizer != "rowwise_adagrad" or kind not in BY_COLUMNS]
