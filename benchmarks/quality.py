@@ -8,10 +8,9 @@ A data folder holds train.csv, valid.csv and test.csv with a header, and spec.js
 
 Both sides get one thread, Adam of all rows at the same rate, the same batch size, dimension and layers, and L2 of tables (but
 LR and FM, whose regularizer in FuxiCTR is one for all); an evaluation an epoch, a tenth of the rate when validation AUC does not
-improve, and the best epoch's weights on test. FuxiCTR cuts the rate at the first such epoch and ends at the second; here it is
-early_stop=auc. Lists are averaged. Each side has a process of its own for each model and seed, in turns. The output has a line a
-run; a run that it already holds is not repeated. `samples_per_cpu_s` counts the process's own CPU time, for a machine that others
-use too.
+improve, the end at the second such epoch in a row, and the best epoch's weights on test. Lists are averaged. Each side has a
+process of its own for each model and seed, in turns. The output has a line a run; a run that it already holds is not repeated.
+`samples_per_cpu_s` counts the process's own CPU time, for a machine that others use too.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ WIDTH_OF_ONE = ["tables.default.embedding_dim=4"]  # the least that a sharded ta
 # FuxiCTR limits the norm of all gradients together to 10. Only models that normalize vectors which start near 0 reach it. Here
 # tables update during backward, so the limits are of a row and of the layers.
 CLIPPED = ["optimizer.sparse.gradient_clip_norm=0.1", "trainer.gradient_clip_norm=10"]
+SCHEDULE = ["schedule.plateau.patience=1", "trainer.early_stop.patience=2"]  # FuxiCTR's
 SIZES = ["model.hidden_layer_sizes=[64,64,64]", *PLAIN]
 MODELS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "LR": ({}, "logistic_regression", WIDTH_OF_ONE),
@@ -188,7 +188,7 @@ def run_ours(job: dict[str, Any]) -> dict[str, Any]:
     run_dir = work / "runs" / f"{job['model']}_{job['seed']}"
     words = [
         f"data={option(spec)}", f"run_dir={run_dir}",
-        f"model={job['kind']}", "early_stop=auc", "optimizer=adam", "optimizer.sparse.update_rows=all",
+        f"model={job['kind']}", "early_stop=auc", *SCHEDULE, "optimizer=adam", "optimizer.sparse.update_rows=all",
         f"optimizer.sparse.lr={job['lr']}", f"optimizer.dense.lr={job['lr']}", f"tables.default.embedding_dim={job['dim']}",
         f"tables.default.l2={job['l2']}", f"trainer.global_batch_size={job['batch_size']}",
         f"trainer.epochs={job['epochs']}", f"trainer.seed={job['seed']}", *job["overrides"], *spec["overrides"],

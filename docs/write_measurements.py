@@ -101,12 +101,13 @@ PAGES = {
     "quality": (
         "Quality of the models, compared with FuxiCTR's",
         "Each model was trained here and by FuxiCTR 2.3.10 on the same files: one thread, Adam of all rows at 0.001, vectors of 16, three layers of 64 "
-        "without dropout, and without norms except in models with norms, and L2 of tables 0.001 (LR and FM: none). The step with the best validation AUC was measured on the test split. FuxiCTR has its own schedule: a "
-        "tenth of the rate after each epoch without improvement, the end after the second. Here it was `early_stop=auc`. A figure is the mean over "
+        "without dropout, and without norms except in models with norms, and L2 of tables 0.001 (LR and FM: none). The step with the best validation AUC was measured on the test split. Both sides have FuxiCTR's schedule: a "
+        "tenth of the rate after each epoch without improvement, the end after the second in a row (here `early_stop=auc schedule.plateau.patience=1 "
+        "trainer.early_stop.patience=2`). A figure is the mean over "
         "seeds, with the standard deviation in parentheses. `standard error` belongs to the difference. AUC is better if "
         "higher, log loss if lower. `criteo` is the first 10,000 rows of Criteo Kaggle, in batches of 256; its test split has 2,000 rows. "
-        "`ml100k` is MovieLens 100k, in batches of 1,024; its test split has 10,000 rows. `beauty` is items of 5,000 users of Amazon Beauty (5-core), each with one that "
-        "is drawn at random; the last item of a user is in the test split, which has 10,000 rows. On `beauty`, DLRM learns nothing on both sides, and FuxiCTR's DeepFM and xDeepFM are far below its other models. "
+        "`ml100k` is MovieLens 100k, in batches of 1,024; its test split has 10,000 rows. `beauty` and `toys` are items of 5,000 users of Amazon Beauty and Amazon Toys and Games (5-core), each with one that "
+        "is drawn at random; the last item of a user is in the test split, which has 10,000 rows. On these two, DLRM learns nothing on both sides, and FuxiCTR's DeepFM and xDeepFM are far below its other models. "
         "FuxiCTR limits the norm of all gradients together to 10. Only MaskNet, FinalNet and WuKong reach this limit: they normalize vectors that start near 0, so "
         "the first gradients are hundreds of times larger than later ones. Here tables update during backward, so these three models have "
         "`optimizer.sparse.gradient_clip_norm=0.1` for each row and `trainer.gradient_clip_norm=10` for the layers. "
